@@ -1,0 +1,1 @@
+"""Darkroom's library: no Hydra, no argv, no globals, no work at import time."""

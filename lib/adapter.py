@@ -1,0 +1,104 @@
+"""The LoRA adapter (arXiv:2106.09685): injected by PEFT, float32, initialised by us."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from peft import LoraConfig
+from peft.utils import get_peft_model_state_dict
+
+from lib import shapes
+from lib.errors import InputRefused, Problem
+from lib.random import normal
+from lib.schema import AdapterConfig
+
+ADAPTER = "default"
+
+
+@dataclass(frozen=True)
+class Injected:
+    """The adapter's parameters by PEFT's names, and how many modules each target matched."""
+
+    parameters: Mapping[str, torch.nn.Parameter]
+    matches: Mapping[str, int]
+
+
+def target_matches(module_names: Sequence[str], targets: Sequence[str]) -> dict[str, int]:
+    """How many modules each target names, as PEFT matches: the whole name or a dotted suffix."""
+    return {
+        target: sum(name == target or name.endswith(f".{target}") for name in module_names)
+        for target in targets
+    }
+
+
+def check_targets(denoiser: shapes.Module, targets: Sequence[str]) -> dict[str, int]:
+    """Match counts; an entry that matches no linear layer is refused, with near names."""
+    linears = [n for n, m in denoiser.named_modules() if isinstance(m, torch.nn.Linear)]
+    matches = target_matches(linears, targets)
+    leaves = sorted({name.rsplit(".", 1)[-1] for name in linears if not name[-1].isdigit()})
+    problems = [
+        Problem(f"adapter.targets={target}", "matches no linear layer", ", ".join(leaves))
+        for target, count in matches.items()
+        if count == 0
+    ]
+    if problems:
+        raise InputRefused(problems)
+    return matches
+
+
+def peft_config(config: AdapterConfig) -> LoraConfig:
+    """PEFT's description of the adapter; exported files carry it as metadata."""
+    return LoraConfig(
+        r=config.rank,
+        lora_alpha=config.alpha,  # type: ignore[arg-type]  # PEFT computes with it as a number
+        target_modules=list(config.targets),
+        lora_dropout=config.dropout,
+        init_lora_weights="gaussian",
+        bias="none",
+    )
+
+
+def inject(denoiser: Any, config: AdapterConfig, *, seed: int) -> Injected:
+    """Add the adapter: A normal with std 1/rank, B zero, both float32 whatever the base's dtype."""
+    matches = check_targets(denoiser, config.targets)
+    with torch.random.fork_rng(devices=[]):  # PEFT draws too; its numbers are replaced below
+        denoiser.add_adapter(peft_config(config), adapter_name=ADAPTER)
+    parameters = {n: p for n, p in denoiser.named_parameters() if "lora_" in n}
+    for name, parameter in parameters.items():
+        parameter.data = _initial(name, tuple(parameter.shape), config, seed).to(parameter.device)
+        parameter.requires_grad_(True)
+    return Injected(parameters=parameters, matches=matches)
+
+
+def _initial(name: str, shape: tuple[int, ...], config: AdapterConfig, seed: int) -> torch.Tensor:
+    """A's draw depends on the module's name alone, not on the order of injection."""
+    if "lora_B" in name:
+        return torch.zeros(shape)
+    draw = normal(shape, seed=seed, stream="adapter_init", counter=0, sample_id=name)
+    return torch.from_numpy(draw) / config.rank
+
+
+def state_dict(denoiser: Any) -> dict[str, torch.Tensor]:
+    """The adapter's tensors under PEFT's keys: `<module>.lora_A.weight`."""
+    tensors = get_peft_model_state_dict(denoiser, adapter_name=ADAPTER)
+    return {name: tensor.detach() for name, tensor in tensors.items()}
+
+
+def load_state_dict(
+    parameters: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor]
+) -> None:
+    """Copy saved tensors into the injected parameters; both must name the same set."""
+    named = {name.replace(f".{ADAPTER}", ""): tensor for name, tensor in parameters.items()}
+    if named.keys() != state.keys():
+        raise ValueError(f"adapter keys differ: {sorted(named.keys() ^ state.keys())[:4]}")
+    with torch.no_grad():
+        for name, tensor in named.items():
+            tensor.copy_(state[name])
+
+
+def is_untrained(state: Mapping[str, torch.Tensor]) -> bool:
+    """Every B is zero: the adapter changes nothing."""
+    return not any(bool(t.any()) for name, t in state.items() if "lora_B" in name)

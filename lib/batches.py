@@ -1,0 +1,249 @@
+"""Plan + records + draws -> weighted batches of static shape, ahead of time (design 6)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+from lib import random, shapes
+from lib.buckets import Bucket, MicroBatch, Row, epoch_groups, micro_batches, steps_per_epoch
+from lib.family import Conditioning, Family, Record
+from lib.records import from_stored
+from lib.schema import TimestepsConfig
+from lib.store import Store
+
+AHEAD = 2
+
+Item = TypeVar("Item")
+Made = TypeVar("Made")
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One picture's place in an epoch: a sample with three repeats has three slots."""
+
+    name: str
+    bucket: Bucket
+    latents: tuple[str, ...]  # entry key of each variant
+    caption: str  # entry key
+
+
+@dataclass(frozen=True)
+class Group:
+    """One optimizer step's slots; the first draw's counter is the samples drawn before it."""
+
+    step: int
+    slots: tuple[int, ...]
+    first_counter: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which slots each step takes: a function of (seed, epoch, batch_size) alone."""
+
+    slots: tuple[Slot, ...]
+    seed: int
+    batch_size: int
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return steps_per_epoch(len(self.slots), batch_size=self.batch_size)
+
+    def groups(self, start: int, stop: int) -> Iterator[Group]:
+        """The groups of steps `start` to `stop`."""
+        for epoch in range(start // self.steps_per_epoch, -(-stop // self.steps_per_epoch)):
+            counter = epoch * len(self.slots)
+            for place, slots in enumerate(self._epoch(epoch)):
+                step = epoch * self.steps_per_epoch + place
+                if start <= step < stop:
+                    yield Group(step=step, slots=slots, first_counter=counter)
+                counter += len(slots)
+
+    def _epoch(self, epoch: int) -> tuple[tuple[int, ...], ...]:
+        members: dict[Bucket, list[int]] = {}
+        for index, slot in enumerate(self.slots):
+            members.setdefault(slot.bucket, []).append(index)
+        return epoch_groups(members, seed=self.seed, epoch=epoch, batch_size=self.batch_size)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One micro-batch: float32 mixture and target, levels, conditioning, and row weights."""
+
+    noisy: shapes.Latents
+    target: shapes.Target
+    level: shapes.Sigma
+    weights: shapes.Weights
+    conditioning: Conditioning
+    names: tuple[str, ...]
+
+    def to(self, device: torch.device) -> Batch:
+        def moved(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.to(device, non_blocking=True)
+
+        return Batch(
+            noisy=moved(self.noisy),
+            target=moved(self.target),
+            level=moved(self.level),
+            weights=moved(self.weights),
+            conditioning=self.conditioning.to(device),
+            names=self.names,
+        )
+
+
+@dataclass(frozen=True)
+class StepBatches:
+    """All micro-batches of one optimizer step."""
+
+    step: int
+    batches: tuple[Batch, ...]
+    num_samples: int
+
+
+class Records:
+    """Stored records by key; the first `max_bytes` of them stay in memory."""
+
+    def __init__(self, store: Store, *, max_bytes: int):
+        self._store = store
+        self._left_bytes = max_bytes
+        self._held: dict[tuple[str, str], Record] = {}
+
+    def __call__(self, kind: str, key: str) -> Record:
+        held = self._held.get((kind, key))
+        if held is not None:
+            return held
+        entry = self._store.get(kind, key)
+        record = from_stored(entry.tensors)
+        size = sum(len(tensor.data) for tensor in entry.tensors.values())
+        if size <= self._left_bytes:
+            self._left_bytes -= size
+            self._held[kind, key] = record
+        return record
+
+
+@dataclass(frozen=True)
+class Assembler:
+    """Turns groups into batches; every draw of a row depends on its sample and counter alone."""
+
+    plan: Plan
+    family: Family
+    records: Records
+    constants: Mapping[str, Any]
+    timesteps: TimestepsConfig
+    micro_batch: int
+    caption_dropout: float
+    unconditional: str
+
+    def step(self, group: Group) -> StepBatches:
+        bucket_of = [slot.bucket for slot in self.plan.slots]
+        cut = micro_batches(group.slots, bucket_of=bucket_of, micro_batch=self.micro_batch)
+        batches = tuple(self._batch(micro, group.first_counter) for micro in cut)
+        return StepBatches(step=group.step, batches=batches, num_samples=len(group.slots))
+
+    def _batch(self, micro: MicroBatch, first_counter: int) -> Batch:
+        rows = [self._row(row, first_counter + row.position) for row in micro.rows]
+        latents = torch.cat([row.latents for row in rows])
+        noise = torch.cat([row.noise for row in rows])
+        level = torch.tensor([row.level for row in rows], dtype=torch.float32)
+        process = self.family.FACTS.noise
+        return Batch(
+            noisy=process.add_noise(latents, noise, level),
+            target=process.target(latents, noise, level),
+            level=level,
+            weights=torch.tensor([float(row.weight) for row in micro.rows]),
+            conditioning=self.family.conditioning([row.caption for row in rows]),
+            names=tuple(self.plan.slots[row.slot].name for row in micro.rows),
+        )
+
+    def _row(self, row: Row, counter: int) -> _DrawnRow:
+        slot = self.plan.slots[row.slot]
+        where = _Draw(seed=self.plan.seed, counter=counter, sample_id=slot.name)
+        latents = self._latents(slot, where)
+        return _DrawnRow(
+            latents=latents,
+            noise=where.normal(tuple(latents.shape), "noise"),
+            level=self.family.FACTS.noise.draw_level(
+                self.timesteps, seed=where.seed, counter=counter, sample_id=slot.name
+            ),
+            caption=self._caption(slot, where),
+        )
+
+    def _latents(self, slot: Slot, where: _Draw) -> torch.Tensor:
+        """Posterior sample (or mode) in float32, normalised: 1 c h w."""
+        variant = where.integer(len(slot.latents), "variant")
+        record = self.records("latents", slot.latents[variant])
+        raw = record["mean"][None]
+        if not self.family.FACTS.draws_mode:
+            raw = raw + record["std"][None] * where.normal(tuple(raw.shape), "posterior")
+        return self.family.normalise(raw, self.constants)
+
+    def _caption(self, slot: Slot, where: _Draw) -> Record:
+        dropped = (
+            self.caption_dropout > 0 and where.uniform("caption_dropout") < self.caption_dropout
+        )
+        return self.records("captions", self.unconditional if dropped else slot.caption)
+
+
+@dataclass(frozen=True)
+class _DrawnRow:
+    latents: torch.Tensor
+    noise: torch.Tensor
+    level: float
+    caption: Record
+
+
+@dataclass(frozen=True)
+class _Draw:
+    """One draw's place: what every stream is asked with."""
+
+    seed: int
+    counter: int
+    sample_id: str
+
+    def normal(self, shape: tuple[int, ...], stream: random.Stream) -> torch.Tensor:
+        numbers = random.normal(shape, stream=stream, **vars(self))
+        return torch.from_numpy(numbers)
+
+    def integer(self, below: int, stream: random.Stream) -> int:
+        return random.integer(below, stream=stream, **vars(self))
+
+    def uniform(self, stream: random.Stream) -> float:
+        return random.uniform(stream=stream, **vars(self))
+
+
+def ahead(
+    make: Callable[[Item], Made], items: Iterable[Item], *, depth: int = AHEAD
+) -> Iterator[Made]:
+    """`make` of each item in order, computed by a thread up to `depth` items ahead."""
+    with ThreadPoolExecutor(1, thread_name_prefix="batches") as thread:
+        pending: list[Future[Made]] = []
+        try:
+            for item in items:
+                pending.append(thread.submit(make, item))
+                if len(pending) > depth:
+                    yield pending.pop(0).result()
+            while pending:
+                yield pending.pop(0).result()
+        finally:
+            for future in pending:
+                future.cancel()
+
+
+def slots_of(
+    samples: Sequence[Mapping[str, Any]],
+    *,
+    buckets: Mapping[str, Bucket],
+    latents: Mapping[str, Sequence[str]],
+    captions: Mapping[str, str],
+) -> tuple[Slot, ...]:
+    """Slots in manifest order, repeats expanded; `buckets` and `latents` go by image key."""
+    slots = []
+    for sample in samples:
+        key = sample["image_key"]
+        slot = Slot(sample["name"], buckets[key], tuple(latents[key]), captions[sample["caption"]])
+        slots += [slot] * sample["repeats"]
+    return tuple(slots)

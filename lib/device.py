@@ -1,0 +1,34 @@
+"""The device a process works on, and giving its memory back between models."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
+
+Held = TypeVar("Held")
+
+
+def pick_device() -> torch.device:
+    """The first GPU, else the CPU; CUDA_VISIBLE_DEVICES chooses among GPUs."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@contextmanager
+def freed(models: Held) -> Iterator[Held]:
+    """Hold models for the block; afterwards nothing of them occupies the device."""
+    try:
+        yield models
+    finally:
+        del models
+        release()
+
+
+def release() -> None:
+    """Return what no one refers to."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

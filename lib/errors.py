@@ -1,0 +1,55 @@
+"""The exceptions a caller may catch; each carries its exit code and all problems at once."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, order=True)
+class Problem:
+    """One thing a user can mend: `subject` is `setting=value` or a file's name."""
+
+    subject: str
+    why: str
+    allowed: str = ""
+    remedy: str = ""
+
+    def __str__(self) -> str:
+        allowed = f"allowed: {self.allowed}" if self.allowed else ""
+        return f"{self.subject}: " + "; ".join(
+            part for part in (self.why, allowed, self.remedy) if part
+        )
+
+
+class DarkroomError(Exception):
+    """Base of all errors a user can cause; `exit_code` is the process's (design 9)."""
+
+    exit_code = 1
+
+    def __init__(self, problems: Problem | Iterable[Problem]):
+        items = [problems] if isinstance(problems, Problem) else problems
+        self.problems: tuple[Problem, ...] = tuple(sorted(set(items)))
+        super().__init__("\n".join(map(str, self.problems)))
+
+
+class InputRefused(DarkroomError):
+    """A setting, a file or a base that cannot be used."""
+
+    exit_code = 2
+
+
+class SamplesFailed(DarkroomError):
+    """Some samples or entries failed; the others were tried and kept."""
+
+    exit_code = 3
+
+
+class StateRefused(DarkroomError):
+    """The state of the store or of a run forbids it: running elsewhere, upstream missing."""
+
+    exit_code = 4
+
+
+class Stopped(DarkroomError):
+    """Stopped on request; the same command resumes."""
+
+    exit_code = 75

@@ -1,0 +1,304 @@
+"""FLUX.1: a guidance-distilled flow transformer over packed 16-channel latents, CLIP-L and T5-XXL.
+
+Facts are those of `diffusers.FluxPipeline`; the tests compare with that pipeline, unmodified.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from lib import shapes, tiny
+from lib.family import Conditioning, Facts, Posterior, Record
+from lib.noise import FLOW
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import torch
+
+    from lib.hub import Base
+
+FACTS = Facts(
+    name="flux",
+    pipelines=("FluxPipeline",),
+    classes={
+        "text_encoder": "CLIPTextModel",
+        "tokenizer": "CLIPTokenizer",
+        "text_encoder_2": "T5EncoderModel",
+        "tokenizer_2": "T5TokenizerFast",
+        "vae": "AutoencoderKL",
+        "transformer": "FluxTransformer2DModel",
+        "scheduler": "FlowMatchEulerDiscreteScheduler",
+    },
+    text_components=("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"),
+    autoencoder="vae",
+    denoiser="transformer",
+    divisor=16,  # the autoencoder's 8 times the 2x2 packing
+    encode_routine="image-4d/1",
+    caption_rule={
+        "template": None,
+        "positions": "all",  # the pads reach the denoiser, unmasked
+        "mask": None,
+        "unconditional": "clip-and-t5-of-empty",
+    },
+    max_text_tokens=512,
+    draws_mode=False,
+    noise=FLOW,
+)
+
+TINY: Mapping[str, Any] = {
+    "version": 1,
+    "seed": 0,
+    "scheduler": {"shift": 3.0, "use_dynamic_shifting": True},
+    "vae": {
+        "in_channels": 3,
+        "out_channels": 3,
+        "down_block_types": ["DownEncoderBlock2D"] * 4,
+        "up_block_types": ["UpDecoderBlock2D"] * 4,
+        "block_out_channels": [8, 8, 16, 16],
+        "layers_per_block": 1,
+        "latent_channels": 16,
+        "norm_num_groups": 8,
+        "sample_size": 64,
+        "scaling_factor": 0.3611,
+        "shift_factor": 0.1159,
+        "use_quant_conv": False,
+        "use_post_quant_conv": False,
+        "force_upcast": False,
+        "mid_block_add_attention": False,
+    },
+    "text_encoder": {
+        "hidden_size": 32,
+        "intermediate_size": 37,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 77,
+        "hidden_act": "quick_gelu",
+        "projection_dim": 32,
+    },
+    "text_encoder_2": {
+        "d_model": 32,
+        "d_kv": 8,
+        "d_ff": 37,
+        "num_layers": 2,
+        "num_heads": 4,
+        "feed_forward_proj": "gated-gelu",
+        "is_encoder_decoder": False,
+        "use_cache": False,
+    },
+    "transformer": {
+        "in_channels": 64,
+        "num_layers": 1,
+        "num_single_layers": 1,
+        "attention_head_dim": 16,
+        "num_attention_heads": 2,
+        "joint_attention_dim": 32,
+        "pooled_projection_dim": 32,
+        "guidance_embeds": True,
+        "axes_dims_rope": [4, 6, 6],
+    },
+}
+
+
+@dataclass(frozen=True)
+class TextEncoders:
+    """CLIP-L and T5 with their tokenizers, frozen, in evaluation mode."""
+
+    clip: Any
+    clip_tokenizer: Any
+    t5: Any
+    t5_tokenizer: Any
+
+
+def load_text_encoders(base: Base, *, dtype: torch.dtype, device: Any) -> TextEncoders:
+    from transformers import CLIPTextModel, CLIPTokenizer, T5EncoderModel, T5TokenizerFast
+
+    def load(model: Any, component: str) -> Any:
+        loaded = model.from_pretrained(
+            base.folder(component), dtype=dtype, use_safetensors=True, local_files_only=True
+        )
+        return loaded.requires_grad_(False).eval().to(device)
+
+    return TextEncoders(
+        clip=load(CLIPTextModel, "text_encoder"),
+        clip_tokenizer=CLIPTokenizer.from_pretrained(base.folder("tokenizer")),
+        t5=load(T5EncoderModel, "text_encoder_2"),
+        t5_tokenizer=T5TokenizerFast.from_pretrained(base.folder("tokenizer_2")),
+    )
+
+
+def encode_captions(
+    encoders: TextEncoders, captions: Sequence[str], *, max_length: int
+) -> list[dict[str, torch.Tensor]]:
+    """T5's last states at all `max_length` positions, and CLIP's pooled state."""
+    import torch
+
+    def ids(tokenizer: Any, length: int) -> Any:
+        padded = tokenizer(
+            list(captions),
+            padding="max_length",
+            max_length=length,
+            truncation=True,
+            return_tensors="pt",
+        )
+        return padded.input_ids.to(encoders.clip.device)
+
+    with torch.no_grad():
+        clip_ids = ids(encoders.clip_tokenizer, encoders.clip_tokenizer.model_max_length)
+        pooled = encoders.clip(clip_ids, output_hidden_states=False).pooler_output
+        states = encoders.t5(ids(encoders.t5_tokenizer, max_length), output_hidden_states=False)[0]
+    return [
+        {"text_embeds": text, "pooled_embeds": vector}
+        for text, vector in zip(states.cpu(), pooled.cpu(), strict=True)
+    ]
+
+
+def encode_unconditional(encoders: TextEncoders, *, max_length: int) -> dict[str, torch.Tensor]:
+    """The record of the empty text; -dev has no such branch of its own."""
+    return encode_captions(encoders, [""], max_length=max_length)[0]
+
+
+def caption_shapes(
+    configs: Mapping[str, Mapping[str, Any]], *, max_length: int
+) -> dict[str, tuple[int, ...]]:
+    return {
+        "text_embeds": (max_length, configs["text_encoder_2"]["d_model"]),
+        "pooled_embeds": (configs["text_encoder"]["hidden_size"],),
+    }
+
+
+def load_autoencoder(base: Base, *, dtype: torch.dtype, device: Any) -> Any:
+    from diffusers import AutoencoderKL
+
+    autoencoder = AutoencoderKL.from_pretrained(
+        base.folder("vae"), torch_dtype=dtype, use_safetensors=True, local_files_only=True
+    )
+    return autoencoder.requires_grad_(False).eval().to(device)
+
+
+def encode_images(autoencoder: Any, pixels: shapes.Pixels) -> Posterior:
+    import torch
+
+    with torch.no_grad():
+        inputs = pixels.to(autoencoder.device, autoencoder.dtype)
+        distribution = autoencoder.encode(inputs).latent_dist
+    return Posterior(mean=distribution.mean.float().cpu(), std=distribution.std.float().cpu())
+
+
+def latent_shape(config: Mapping[str, Any], *, height: int, width: int) -> tuple[int, int, int]:
+    factor = 2 ** (len(config["block_out_channels"]) - 1)
+    return config["latent_channels"], height // factor, width // factor
+
+
+def latent_constants(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {"shift": config["shift_factor"], "scale": config["scaling_factor"]}
+
+
+def normalise(raw_latents: shapes.RawLatents, constants: Mapping[str, Any]) -> shapes.RawLatents:
+    return (raw_latents - constants["shift"]) * constants["scale"]
+
+
+def load_denoiser(base: Base, *, dtype: torch.dtype, device: Any) -> Any:
+    from diffusers import FluxTransformer2DModel
+
+    denoiser = FluxTransformer2DModel.from_pretrained(
+        base.folder("transformer"), torch_dtype=dtype, use_safetensors=True, local_files_only=True
+    )
+    return denoiser.requires_grad_(False).eval().to(device)
+
+
+def conditioning(records: Sequence[Record]) -> Conditioning:
+    import torch
+
+    names = ("text_embeds", "pooled_embeds")
+    return Conditioning({name: torch.stack([r[name] for r in records]) for name in names})
+
+
+def predict(
+    denoiser: Any,
+    noisy: shapes.Latents,
+    level: shapes.Sigma,
+    *,
+    conditioning: Conditioning,
+    guidance: float,
+) -> shapes.Prediction:
+    """The velocity noise - latents; the denoiser is fed sigma itself."""
+    import torch
+    from einops import rearrange
+
+    batch, _, height, width = noisy.shape
+    dtype, device = denoiser.x_embedder.weight.dtype, noisy.device
+    text = conditioning["text_embeds"].to(dtype)
+    scale = torch.full((batch,), guidance, dtype=torch.float32, device=device)
+    # Times 1000 and back as the pipeline does: the last bit of some sigmas depends on it.
+    time = level * 1000 / 1000
+    prediction = denoiser(
+        hidden_states=rearrange(noisy, "b c (h p) (w q) -> b (h w) (c p q)", p=2, q=2).to(dtype),
+        timestep=time,
+        guidance=scale if denoiser.config.guidance_embeds else None,
+        pooled_projections=conditioning["pooled_embeds"].to(dtype),
+        encoder_hidden_states=text,
+        txt_ids=torch.zeros(text.shape[1], 3, dtype=dtype, device=device),
+        img_ids=_image_ids(height // 2, width // 2, dtype=dtype, device=device),
+        return_dict=False,
+    )[0]
+    shape = {"h": height // 2, "w": width // 2, "p": 2, "q": 2}
+    return rearrange(prediction, "b (h w) (c p q) -> b c (h p) (w q)", **shape)
+
+
+def _image_ids(height: int, width: int, *, dtype: torch.dtype, device: Any) -> Any:
+    """(0, row, column) of each image token."""
+    import torch
+
+    ids = torch.zeros(height, width, 3)
+    ids[..., 1] += torch.arange(height)[:, None]
+    ids[..., 2] += torch.arange(width)[None, :]
+    return ids.reshape(-1, 3).to(device=device, dtype=dtype)
+
+
+def sampling_sigmas(
+    steps: int, *, latent_size: tuple[int, int], scheduler: Mapping[str, Any]
+) -> np.ndarray:
+    """linspace(1, 1/n, n), shifted by exp(mu), mu linear in the number of image tokens."""
+    sigmas = np.linspace(1.0, 1 / steps, steps).astype(np.float32)
+    if not scheduler.get("use_dynamic_shifting", False):
+        shift = scheduler.get("shift", 1.0)
+        return shift * sigmas / (1 + (shift - 1) * sigmas)
+    fewest, most = (
+        scheduler.get("base_image_seq_len", 256),
+        scheduler.get("max_image_seq_len", 4096),
+    )
+    low, high = scheduler.get("base_shift", 0.5), scheduler.get("max_shift", 1.15)
+    slope = (high - low) / (most - fewest)
+    tokens = (latent_size[0] // 2) * (latent_size[1] // 2)
+    mu = tokens * slope + (low - slope * fewest)
+    return math.exp(mu) / (math.exp(mu) + (1 / sigmas - 1) ** 1.0)
+
+
+def build_tiny(folder: Path) -> None:
+    import torch
+    from diffusers import (
+        AutoencoderKL,
+        FlowMatchEulerDiscreteScheduler,
+        FluxPipeline,
+        FluxTransformer2DModel,
+    )
+
+    clip_tokenizer, t5_tokenizer = tiny.clip_tokenizer(), tiny.t5_tokenizer()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(TINY["seed"])
+        pipeline = FluxPipeline(
+            scheduler=FlowMatchEulerDiscreteScheduler(**TINY["scheduler"]),
+            vae=AutoencoderKL(**TINY["vae"]),
+            text_encoder=tiny.clip_text_model(clip_tokenizer, TINY["text_encoder"]),
+            tokenizer=clip_tokenizer,
+            text_encoder_2=tiny.t5_encoder(t5_tokenizer, TINY["text_encoder_2"]),
+            tokenizer_2=t5_tokenizer,
+            transformer=FluxTransformer2DModel(**TINY["transformer"]),
+        )
+    pipeline.save_pretrained(folder, safe_serialization=True)

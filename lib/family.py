@@ -1,0 +1,141 @@
+"""The whole contract of a model family; a module of `lib.families` fulfils it, nothing inherits.
+
+Training knows no family: latents are b c h w, noise levels float32, and `predict` hides packing,
+frame axes, time direction and sign.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from lib import shapes
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import numpy as np
+    import torch
+
+    from lib.hub import Base
+    from lib.noise import NoiseProcess
+
+Record = Mapping[str, "torch.Tensor"]
+
+
+@dataclass(frozen=True)
+class Posterior:
+    """The autoencoder's distribution over raw latents: float32, unnormalised."""
+
+    mean: shapes.RawLatents
+    std: shapes.RawLatents
+
+
+@dataclass(frozen=True)
+class Conditioning(Mapping[str, "torch.Tensor"]):
+    """All that the denoiser takes beside latents and level: named tensors, batch first."""
+
+    tensors: Mapping[str, torch.Tensor]
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self.tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.tensors)
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+    def to(self, device: Any) -> Conditioning:
+        moved = {n: t.to(device, non_blocking=True) for n, t in self.tensors.items()}
+        return Conditioning(moved)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a family is, known without loading anything."""
+
+    name: str
+    pipelines: tuple[str, ...]
+    classes: Mapping[str, str]  # component -> class, as in model_index.json
+    text_components: tuple[str, ...]
+    autoencoder: str
+    denoiser: str
+    divisor: int  # bucket sides are multiples of it, in pixels
+    encode_routine: str  # name/version; enters latent keys
+    caption_rule: Mapping[str, Any]  # template, positions, mask, unconditional; enters caption keys
+    max_text_tokens: int
+    draws_mode: bool  # latents are the posterior's mode instead of a sample
+    noise: NoiseProcess
+
+
+class Family(Protocol):
+    """Functions of one module in `lib.families`."""
+
+    FACTS: Facts
+    TINY: Mapping[str, Any]  # recipe of the tiny base: component -> configuration
+
+    def build_tiny(self, folder: Path) -> None:
+        """Save the tiny base, random weights in the real classes, as a pipeline folder."""
+        ...
+
+    def load_text_encoders(self, base: Base, *, dtype: torch.dtype, device: Any) -> Any: ...
+
+    def encode_captions(
+        self, encoders: Any, captions: Sequence[str], *, max_length: int
+    ) -> list[dict[str, torch.Tensor]]:
+        """One record a caption, in the form in which the pipeline feeds the denoiser."""
+        ...
+
+    def encode_unconditional(
+        self, encoders: Any, *, max_length: int
+    ) -> dict[str, torch.Tensor]: ...
+
+    def caption_shapes(
+        self, configs: Mapping[str, Mapping[str, Any]], *, max_length: int
+    ) -> dict[str, tuple[int, ...]]:
+        """The record's shapes from the components' configurations, for plans."""
+        ...
+
+    def load_autoencoder(self, base: Base, *, dtype: torch.dtype, device: Any) -> Any: ...
+
+    def encode_images(self, autoencoder: Any, pixels: shapes.Pixels) -> Posterior: ...
+
+    def latent_shape(
+        self, config: Mapping[str, Any], *, height: int, width: int
+    ) -> tuple[int, int, int]:
+        """Channels, height and width of the raw latents of a picture."""
+        ...
+
+    def latent_constants(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """What `normalise` needs of the autoencoder's configuration, as plain numbers."""
+        ...
+
+    def normalise(
+        self, raw_latents: shapes.RawLatents, constants: Mapping[str, Any]
+    ) -> shapes.RawLatents: ...
+
+    def load_denoiser(self, base: Base, *, dtype: torch.dtype, device: Any) -> Any: ...
+
+    def conditioning(self, records: Sequence[Record]) -> Conditioning:
+        """A batch's conditioning from its samples' caption records."""
+        ...
+
+    def predict(
+        self,
+        denoiser: Any,
+        noisy: shapes.Latents,
+        level: shapes.Sigma,
+        *,
+        conditioning: Conditioning,
+        guidance: float,
+    ) -> shapes.Prediction:
+        """The prediction that the family's noise process declares, in canonical layout."""
+        ...
+
+    def sampling_sigmas(
+        self, steps: int, *, latent_size: tuple[int, int], scheduler: Mapping[str, Any]
+    ) -> np.ndarray:
+        """The sampling schedule of the family's pipeline: float32, descending, without the last 0."""
+        ...

@@ -1,0 +1,224 @@
+"""A base and its components: where they lie, what they are, whether they fit (design 3 and 7).
+
+A base is a Hub id with a revision, a local diffusers folder, or `tiny`. Identities come from
+weights and configurations; once learnt they are remembered, so that a warm run needs no file.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lib import files, hub_download
+from lib.errors import InputRefused, Problem
+from lib.family import Facts, Family
+from lib.keys import Key, digest
+from lib.memory import Memory
+from lib.recipes import component_identity
+from lib.schema import TINY, FamilyConfig
+
+INDEX = "model_index.json"
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+
+
+@dataclass(frozen=True)
+class Component:
+    """One model or tokenizer of a base; `weights` maps file names to their SHA-256."""
+
+    class_name: str
+    config: Mapping[str, Any]
+    weights: Mapping[str, str]
+
+    @property
+    def identity(self) -> Key:
+        return component_identity(
+            class_name=self.class_name, config=self.config, weights=list(self.weights.values())
+        )
+
+
+class Base:
+    """A resolved base. `root` is its folder; for the Hub, the snapshot of the pinned commit."""
+
+    built = True
+
+    def __init__(self, reference: str, *, root: Path, name: str, memory: Memory):
+        self.reference = reference
+        self.root = root
+        self.name = name
+        self.memory = memory
+
+    @property
+    def remote(self) -> tuple[str, str] | None:
+        """(Hub id, commit), or None for a local folder."""
+        kind, _, rest = self.name.partition(":")
+        repo, _, commit = rest.partition("@")
+        return (repo, commit) if kind == "hub" else None
+
+    def index(self) -> Mapping[str, Any]:
+        """model_index.json: the pipeline's class and each component's."""
+        return json.loads((self.root / INDEX).read_text(encoding="utf-8"))
+
+    def component(self, name: str) -> Component:
+        """A component by its files; what is absent, by what was last recorded of it."""
+        remembered = self.memory.last(f"{self.name}/{name}")
+        if self.remote and remembered:
+            return Component(**remembered)  # a commit never changes
+        if self.remote:
+            found = hub_download.listing(*self.remote, component=name)
+            configs, weights = found.folder / name, dict(found.digests)
+        else:
+            configs, weights = self.root / name, {}
+        config_path = _config_path(configs)
+        if config_path is None:
+            if remembered:
+                return Component(**remembered)
+            raise _missing(self, name, "config.json")
+        component = Component(
+            class_name=_class_name(self.index(), name),
+            config=json.loads(config_path.read_text(encoding="utf-8")),
+            weights=weights or self._local_weights(name, remembered),
+        )
+        self._remember(name, config_path, component)
+        return component
+
+    def identity(self, name: str) -> str:
+        return self.component(name).identity.digest
+
+    def folder(self, name: str) -> Path:
+        """The component's folder with all its files present; downloads it from the Hub."""
+        root = hub_download.component(*self.remote, component=name) if self.remote else self.root
+        for file in self.component(name).weights:
+            if not (root / name / file).is_file():
+                raise _missing(self, name, file)
+        return root / name
+
+    def _local_weights(self, name: str, remembered: Mapping[str, Any] | None) -> dict[str, str]:
+        listed = hub_download.weight_files(self.root / name) or sorted(
+            (remembered or {}).get("weights", ())
+        )
+        if not listed and not _is_configuration_only(name):
+            raise _missing(self, name, "*.safetensors")
+        paths = {file: self.root / name / file for file in listed}
+        return {
+            file: self.memory.digest_of(path, name=f"file:{path.resolve()}")
+            for file, path in paths.items()
+        }
+
+    def _remember(self, name: str, path: Path, component: Component) -> None:
+        value = {
+            "class_name": component.class_name,
+            "config": component.config,
+            "weights": component.weights,
+        }
+        if self.memory.last(f"{self.name}/{name}") != value:
+            self.memory.remember(f"{self.name}/{name}", path, value)
+
+
+class UnbuiltTiny(Base):
+    """The tiny base before it is built: configurations from its recipe, no identity yet."""
+
+    built = False
+
+    def __init__(self, family: Family, *, root: Path, memory: Memory):
+        super().__init__(TINY, root=root, name=f"file:{root.resolve()}", memory=memory)
+        self._family = family
+
+    def component(self, name: str) -> Component:
+        class_name = self._family.FACTS.classes[name]
+        return Component(class_name, config=self._family.TINY.get(name, {}), weights={})
+
+    def build(self) -> Base:
+        """Save it once, under its recipe's digest; another process may be first."""
+        if not self.root.exists():
+            files.make_folder(self.root.parent)
+            with files.staged_folder(self.root) as folder:
+                self._family.build_tiny(folder)
+        return Base(TINY, root=self.root, name=self.name, memory=self.memory)
+
+
+def open_base(config: FamilyConfig, *, family: Family, store: Path, memory: Memory) -> Base:
+    """Resolve `family.base`; from the Hub this fetches its index, and nothing else."""
+    if config.base == TINY:
+        root = store / "bases" / f"{family.FACTS.name}-{digest(family.TINY)}"
+        unbuilt = UnbuiltTiny(family, root=root, memory=memory)
+        return unbuilt.build() if root.exists() else unbuilt
+    folder = Path(config.base).expanduser()
+    if folder.is_dir():
+        return Base(config.base, root=folder, name=f"file:{folder.resolve()}", memory=memory)
+    if _looks_like_path(config.base):
+        raise InputRefused(
+            Problem(
+                f"family.base={config.base}",
+                "no such folder",
+                "a Hub id, a folder made by save_pretrained, or tiny",
+            )
+        )
+    snapshot = hub_download.index(config.base, revision=config.revision)
+    name = f"hub:{config.base}@{snapshot.name}"
+    return Base(config.base, root=snapshot, name=name, memory=memory)
+
+
+def base_problems(base: Base, *, family: Family, others: Mapping[str, Facts]) -> Iterator[Problem]:
+    """Whatever keeps a base from being this family's, found in its index and folders alone."""
+    if isinstance(base, UnbuiltTiny):
+        return
+    setting, facts = f"family.base={base.reference}", family.FACTS
+    if not (base.root / INDEX).is_file():
+        yield Problem(setting, f"has no {INDEX}", "a folder made by a pipeline's save_pretrained")
+        return
+    index = base.index()
+    pipeline = index.get("_class_name")
+    if pipeline not in facts.pipelines:
+        fitting = [name for name, other in others.items() if pipeline in other.pipelines]
+        remedy = f"use family={fitting[0]}" if fitting else ""
+        why = f"holds a {pipeline}; family={facts.name} needs {' or '.join(facts.pipelines)}"
+        yield Problem(setting, why, remedy=remedy)
+        return
+    for name, expected in facts.classes.items():
+        if name not in index:
+            yield Problem(setting, f"{INDEX} names no {name}", expected)
+        elif not _same_class(_class_name(index, name), expected):
+            yield Problem(setting, f"{name} is a {_class_name(index, name)}", expected)
+        elif not base.remote and _only_pickles(base.root / name):
+            remedy = "save it again with safe_serialization=True"
+            yield Problem(setting, f"{name} has pickled weights only", "safetensors", remedy)
+
+
+def _config_path(folder: Path) -> Path | None:
+    names = ("config.json", "tokenizer_config.json", "scheduler_config.json")
+    return next((folder / name for name in names if (folder / name).is_file()), None)
+
+
+def _is_configuration_only(name: str) -> bool:
+    return name == "scheduler"
+
+
+def _class_name(index: Mapping[str, Any], component: str) -> str:
+    entry = index.get(component) or [None, None]
+    return str(entry[1])
+
+
+def _same_class(found: str, expected: str) -> bool:
+    """transformers 5 made the `Fast` tokenizer classes aliases of the plain ones."""
+    return found.removesuffix("Fast") == expected.removesuffix("Fast")
+
+
+def _only_pickles(folder: Path) -> bool:
+    if not folder.is_dir() or hub_download.weight_files(folder):
+        return False
+    return any(path.suffix in PICKLES for path in folder.iterdir())
+
+
+def _looks_like_path(base: str) -> bool:
+    return base.startswith((".", "/", "~")) or base.count("/") != 1
+
+
+def _missing(base: Base, component: str, file: str) -> InputRefused:
+    return InputRefused(
+        Problem(
+            f"family.base={base.reference}",
+            f"{component}/{file} is missing",
+            remedy="restore the file, or save the pipeline again",
+        )
+    )

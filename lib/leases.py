@@ -1,0 +1,149 @@
+"""Who is at work on a store: leases of live builders, and what dead ones left (design 4)."""
+
+import json
+import os
+import platform
+import time
+import uuid
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lib import files
+from lib.errors import Problem, StateRefused
+from lib.store import Store
+
+DAY_SECONDS = 86_400
+
+
+@dataclass(frozen=True)
+class Owner:
+    """A process, so told that its number's next bearer is not taken for it."""
+
+    pid: int
+    host: str
+    started: str
+
+
+@dataclass(frozen=True)
+class Lease:
+    """The keys that a process is about to build or use; `time` in seconds since 1970."""
+
+    path: Path
+    owner: Owner
+    time: float
+    keys: frozenset[str]
+
+    def is_live(self, now: float) -> bool:
+        """Whether its process lives; of another host that is believed for a day."""
+        if self.owner.host == platform.node():
+            return is_alive(self.owner)
+        return now - self.time < DAY_SECONDS
+
+
+@dataclass(frozen=True)
+class Record:
+    """One JSON object of a folder of them."""
+
+    path: Path
+    fields: dict[str, Any]
+
+
+def this_process() -> Owner:
+    """The owner of what this process leases."""
+    return Owner(os.getpid(), platform.node(), _started(os.getpid()) or "")
+
+
+def is_alive(owner: Owner) -> bool:
+    """Whether this very process of this host still runs."""
+    return _started(owner.pid) == owner.started
+
+
+@contextmanager
+def lease(store: Store, keys: Iterable[object]) -> Iterator[None]:
+    """Keep gc from these keys during the block; first clears up after processes that died."""
+    clear_dead(store, now=time.time())
+    owner = this_process()
+    path = store.root / "leases" / f"{uuid.uuid4()}.json"
+    who = {"pid": owner.pid, "host": owner.host, "started": owner.started}
+    held = sorted(set(map(str, keys)))
+    files.write_json(path, {**who, "time": time.time(), "keys": held})
+    try:
+        yield
+    finally:
+        files.remove(path)
+
+
+def leases(store: Store) -> tuple[Lease, ...]:
+    """All leases, live or not; an unreadable one is a StateRefused."""
+    found = []
+    for record in read_records(store.root / "leases"):
+        with readable(record.path):
+            fields = record.fields
+            owner = Owner(fields["pid"], fields["host"], fields["started"])
+            found.append(Lease(record.path, owner, fields["time"], frozenset(fields["keys"])))
+    return tuple(found)
+
+
+def clear_dead(store: Store, *, now: float) -> tuple[Path, ...]:
+    """Remove the leases of processes that died, and the temporary files they left."""
+    dead = [one for one in leases(store) if not one.is_live(now)]
+    pids = {one.owner.pid for one in dead if one.owner.host == platform.node()}
+    # A number in use again may be writing; its predecessor's files wait a day for gc.
+    prefixes = tuple(f"{files.TEMP_PREFIX}{pid}-" for pid in pids if _started(pid) is None)
+    left = [path for path in temporaries(store) if path.name.startswith(prefixes)] if dead else []
+    removed = (*left, *(one.path for one in dead))
+    for path in removed:
+        files.remove(path)
+    return removed
+
+
+def temporaries(store: Store) -> Iterator[Path]:
+    """The temporary files of writers, alive or dead; quarantine is left alone."""
+    for folder, folders, names in os.walk(store.root):
+        if Path(folder) == store.root and "quarantine" in folders:
+            folders.remove("quarantine")
+        yield from (Path(folder, name) for name in names if name.startswith(files.TEMP_PREFIX))
+
+
+def read_records(folder: Path) -> Iterator[Record]:
+    """The JSON objects of a folder, but for those removed meanwhile; StateRefused if unreadable."""
+    for path in sorted(folder.glob("*.json")):
+        with readable(path):
+            try:
+                fields = json.loads(path.read_bytes())
+            except FileNotFoundError:
+                continue
+            if not isinstance(fields, dict):
+                raise TypeError("not a JSON object")
+        yield Record(path, fields)
+
+
+@contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """Turn what a damaged record raises in the block into StateRefused."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        why = f"damaged, so what it holds is not known: {error}"
+        raise StateRefused(Problem(str(path), why, remedy="move it away")) from error
+
+
+def _started(pid: int) -> str | None:
+    """The boot, and the tick of its clock, at which a process began; None when it has ended.
+
+    Without /proc (macOS) only whether the number is in use.
+    """
+    try:
+        if not os.path.exists("/proc/self/stat"):
+            os.kill(pid, 0)
+            return "unknown"
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except PermissionError:
+        return "unknown"
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return None if fields[0] in "ZX" else f"{boot}/{fields[19]}"

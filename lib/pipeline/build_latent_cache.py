@@ -1,0 +1,133 @@
+"""Stage `build_latent_cache`: each picture's variants through the frozen autoencoder, as posteriors."""
+
+import math
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lib.errors import InputRefused, Problem, SamplesFailed
+from lib.events import Events
+from lib.images import Geometry
+from lib.keys import Key
+from lib.pipeline.contract import Inputs, StagePlan, hit, plan_cache, planned_refs, publish
+from lib.recipes import cache_key, latent_key
+from lib.schema import Config
+from lib.store import Manifest, Store
+
+STAGE, KIND, TRAIN = "build_latent_cache", "latents", "train"
+ITEM_BYTES = 4  # posteriors are stored in float32 whatever the autoencoder computes in
+
+
+@dataclass(frozen=True)
+class Work:
+    """One picture in one geometry."""
+
+    image_key: str
+    geometry: Geometry
+
+
+def plan(config: Config, inputs: Inputs, store: Store) -> StagePlan:
+    """Which variants have no entry yet."""
+    prepared = inputs.upstream["prepare_dataset"].payload
+    settings = {**prepared["settings"], "latents.dtype": config.latents.dtype}
+    autoencoder = inputs.base.component(inputs.family.FACTS.autoencoder)
+    works = _works(inputs)
+    sizes = [_entry_bytes(work, inputs, autoencoder.config) for work in works]
+    if not inputs.base.built:
+        return StagePlan(STAGE, None, False, len(works), len(works), sum(sizes), settings)
+    keys = _keys(config, inputs, works)
+    by_role = {TRAIN: [key.digest for key in keys.values()]}
+    variants: dict[str, list[str]] = {}
+    for work, key in keys.items():
+        variants.setdefault(work.image_key, []).append(key.digest)
+    key = cache_key(STAGE, by_role)
+    payload = {
+        "variants": variants,
+        "constants": inputs.family.latent_constants(autoencoder.config),
+        "settings": settings,
+    }
+    planned = Manifest(STAGE, key.digest, key.inputs, planned_refs(KIND, by_role), payload)
+    bytes_of = {keys[work].digest: size for work, size in zip(works, sizes, strict=True)}
+    return plan_cache(store, planned, bytes_of=bytes_of, settings=settings)
+
+
+def run(config: Config, inputs: Inputs, store: Store, events: Events) -> Manifest:
+    """Encode what is missing, name every picture that failed, publish the list of entries."""
+    planned = plan(config, inputs, store)
+    assert planned.manifest is not None
+    if found := hit(store, planned.manifest, events):
+        return found
+    events.phase(STAGE, "start", total=planned.total, missing=planned.missing)
+    keys = _keys(config, inputs, _works(inputs))
+    todo = {w: k for w, k in keys.items() if not store.size_bytes(KIND, k.digest)}
+    if todo:
+        _check_disk(planned.missing_bytes, store)
+        _encode(todo, config, inputs, store, events)
+    return publish(store, planned.manifest, events, made=len(todo))
+
+
+def _encode(
+    todo: Mapping[Work, Key], config: Config, inputs: Inputs, store: Store, events: Events
+) -> None:
+    from lib.device import freed, pick_device
+    from lib.encoding import Picture, paths_of, picture_records, put_record
+    from lib.records import DTYPES
+
+    samples = inputs.upstream["prepare_dataset"].payload["samples"]
+    paths = paths_of(samples, Path(config.dataset.root).expanduser())
+    pictures = {
+        Picture(w.image_key, w.geometry, paths[w.image_key]): key for w, key in todo.items()
+    }
+    dtype, failed = DTYPES[config.latents.dtype], []
+    loaded = inputs.family.load_autoencoder(inputs.base, dtype=dtype, device=pick_device())
+    with freed(loaded) as autoencoder:
+        records = picture_records(
+            inputs.family, autoencoder, list(pictures), batch_size=config.encode.batch_size
+        )
+        for done, (picture, record) in enumerate(records, start=1):
+            if not isinstance(record, Problem):
+                key, subject = pictures[picture], str(picture.path)
+                record = put_record(store, KIND, key, record, subject=subject)
+            failed.append(record)
+            events.progress(done, len(todo), unit="latents")
+    if problems := [problem for problem in failed if problem]:
+        raise SamplesFailed(problems)
+
+
+def _check_disk(missing_bytes: int, store: Store) -> None:
+    """Refuse before the first encode what cannot fit."""
+    store.root.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(store.root).free
+    if missing_bytes > free:
+        why = f"needs {missing_bytes} bytes of latents, {free} are free there"
+        remedy = "fewer latents.variants, a smaller buckets.resolution, or another disk"
+        raise InputRefused(Problem(f"paths.store={store.root}", why, remedy=remedy))
+
+
+def _works(inputs: Inputs) -> list[Work]:
+    images = inputs.upstream["prepare_dataset"].payload["images"]
+    return [Work(i["image_key"], Geometry(**cut)) for i in images for cut in i["variants"]]
+
+
+def _keys(config: Config, inputs: Inputs, works: list[Work]) -> dict[Work, Key]:
+    facts = inputs.family.FACTS
+    autoencoder = inputs.base.identity(facts.autoencoder)
+    return {
+        work: latent_key(
+            work.image_key,
+            work.geometry,
+            autoencoder=autoencoder,
+            dtype=config.latents.dtype,
+            routine=facts.encode_routine,
+        )
+        for work in works
+    }
+
+
+def _entry_bytes(work: Work, inputs: Inputs, autoencoder: Mapping[str, Any]) -> int:
+    """Tensor bytes of a mean and a std."""
+    height, width = work.geometry.height, work.geometry.width
+    shape = inputs.family.latent_shape(autoencoder, height=height, width=width)
+    return 2 * ITEM_BYTES * math.prod(shape)

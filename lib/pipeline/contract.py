@@ -1,0 +1,92 @@
+"""What stages hand to each other: their inputs, and the plan with which every `run` begins."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from lib.events import Events
+from lib.family import Family
+from lib.hub import Base
+from lib.store import Damaged, EntryRef, Manifest, Store
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The family, its base, and the upstream stages' manifests (planned or made) by stage."""
+
+    family: Family
+    base: Base
+    upstream: Mapping[str, Manifest]
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """What a stage would do. `manifest` is None while an identity upstream is not known."""
+
+    stage: str
+    manifest: Manifest | None
+    hit: bool
+    total: int = 0
+    missing: int = 0
+    missing_bytes: int = 0
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+def lookup(store: Store, planned: Manifest) -> Manifest | None:
+    """The published manifest when it and all its entries are there; a damaged one is set aside."""
+    try:
+        found = store.manifest(planned.stage, planned.key)
+    except Damaged as damage:
+        store.quarantine(damage.kind, damage.key)
+        return None
+    return found if found and not store.complete(found) else None
+
+
+def plan_cache(
+    store: Store, planned: Manifest, *, bytes_of: Mapping[str, int], settings: Mapping[str, Any]
+) -> StagePlan:
+    """A cache stage's plan: `bytes_of` gives the tensor bytes of each entry key."""
+    missing = [key for ref, key in _unique(planned) if not store.size_bytes(ref.kind, key)]
+    return StagePlan(
+        stage=planned.stage,
+        manifest=planned,
+        hit=lookup(store, planned) is not None,
+        total=len(bytes_of),
+        missing=len(missing),
+        missing_bytes=sum(bytes_of[key] for key in missing),
+        settings=settings,
+    )
+
+
+def planned_refs(kind: str, keys: Mapping[str, list[str]]) -> dict[str, tuple[EntryRef, ...]]:
+    """Entries by role before they are made; their sizes come later."""
+    return {role: tuple(EntryRef(kind, k, 0) for k in sorted(set(ks))) for role, ks in keys.items()}
+
+
+def entry_keys(manifest: Manifest, *roles: str) -> list[str]:
+    """The sorted unique entry keys of some roles."""
+    return sorted({ref.key for role in roles for ref in manifest.entries.get(role, ())})
+
+
+def hit(store: Store, planned: Manifest, events: Events) -> Manifest | None:
+    """The published manifest of a stage that need not run, marked as used."""
+    found = lookup(store, planned)
+    if found:
+        store.touch(found.stage, found.key)
+        events.phase(found.stage, "hit", key=found.key, entries=len(set(found.refs())))
+    return found
+
+
+def publish(store: Store, planned: Manifest, events: Events, *, made: int) -> Manifest:
+    """Publish a cache stage's manifest with the sizes its entries have now."""
+    entries = {
+        role: tuple(replace(r, size_bytes=store.size_bytes(r.kind, r.key) or 0) for r in refs)
+        for role, refs in planned.entries.items()
+    }
+    published = store.publish(replace(planned, entries=entries))
+    events.phase(planned.stage, "done", key=planned.key, made=made)
+    return published
+
+
+def _unique(manifest: Manifest) -> list[tuple[EntryRef, str]]:
+    return [(ref, ref.key) for ref in sorted(set(manifest.refs()))]

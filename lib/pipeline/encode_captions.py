@@ -1,0 +1,126 @@
+"""Stage `encode_captions`: each unique text once, through the frozen text encoders, into the store."""
+
+import math
+from collections.abc import Mapping
+
+from lib.errors import SamplesFailed
+from lib.events import Events
+from lib.keys import Key, digest
+from lib.pipeline.contract import (
+    Inputs,
+    StagePlan,
+    hit,
+    plan_cache,
+    planned_refs,
+    publish,
+)
+from lib.recipes import cache_key, caption_key
+from lib.schema import TINY, Config
+from lib.store import Manifest, Store
+
+STAGE, KIND = "encode_captions", "captions"
+TRAIN, UNCONDITIONAL = "train", "unconditional"
+ITEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+
+def plan(config: Config, inputs: Inputs, store: Store) -> StagePlan:
+    """Which texts have no entry yet; `None` stands for the family's unconditional record."""
+    settings = {"captions.max_length": config.captions.max_length, "captions.dtype": _dtype(config)}
+    num_bytes = _record_bytes(config, inputs)
+    if not inputs.base.built:
+        count = len(_texts(inputs)) + 1
+        return StagePlan(STAGE, None, False, count, count, count * num_bytes, settings)
+    keys = _keys(config, inputs)
+    by_role = {
+        TRAIN: [key.digest for text, key in keys.items() if text is not None],
+        UNCONDITIONAL: [keys[None].digest],
+    }
+    key = cache_key(STAGE, by_role)
+    payload = {
+        "texts": {digest(text): k.digest for text, k in keys.items() if text is not None},
+        "unconditional": keys[None].digest,
+        "settings": settings,
+    }
+    planned = Manifest(STAGE, key.digest, key.inputs, planned_refs(KIND, by_role), payload)
+    bytes_of = {key.digest: num_bytes for key in keys.values()}
+    return plan_cache(store, planned, bytes_of=bytes_of, settings=settings)
+
+
+def run(config: Config, inputs: Inputs, store: Store, events: Events) -> Manifest:
+    """Encode what is missing, name every text that failed, publish the list of entries."""
+    planned = plan(config, inputs, store)
+    assert planned.manifest is not None
+    if found := hit(store, planned.manifest, events):
+        return found
+    events.phase(STAGE, "start", total=planned.total, missing=planned.missing)
+    todo = {t: k for t, k in _keys(config, inputs).items() if not store.size_bytes(KIND, k.digest)}
+    if todo:
+        _encode(todo, config, inputs, store, events)
+    return publish(store, planned.manifest, events, made=len(todo))
+
+
+def _encode(
+    todo: Mapping[str | None, Key], config: Config, inputs: Inputs, store: Store, events: Events
+) -> None:
+    from lib.device import freed, pick_device
+    from lib.encoding import caption_records, put_record
+    from lib.records import DTYPES
+
+    dtype, failed = DTYPES[_dtype(config)], []
+    loaded = inputs.family.load_text_encoders(inputs.base, dtype=dtype, device=pick_device())
+    with freed(loaded) as encoders:
+        records = caption_records(
+            inputs.family,
+            encoders,
+            list(todo),
+            max_length=config.captions.max_length,
+            batch_size=config.encode.batch_size,
+        )
+        for done, (text, record) in enumerate(records, start=1):
+            subject = _shown(text, inputs)
+            failed.append(put_record(store, KIND, todo[text], record, subject=subject))
+            events.progress(done, len(todo), unit="captions")
+    if problems := [problem for problem in failed if problem]:
+        raise SamplesFailed(problems)
+
+
+def _shown(text: str | None, inputs: Inputs) -> str:
+    """A text by the picture that has it, since captions stay out of logs."""
+    samples = inputs.upstream["prepare_dataset"].payload["samples"]
+    names = [sample["name"] for sample in samples if sample["caption"] == text]
+    return f"caption of {names[0]}" if names else "the unconditional record"
+
+
+def _texts(inputs: Inputs) -> list[str]:
+    return inputs.upstream["prepare_dataset"].payload["captions"]
+
+
+def _dtype(config: Config) -> str:
+    """`captions.dtype` as resolved: bf16, and fp32 for the tiny base."""
+    if config.captions.dtype != "auto":
+        return config.captions.dtype
+    return "fp32" if config.family.base == TINY else "bf16"
+
+
+def _keys(config: Config, inputs: Inputs) -> dict[str | None, Key]:
+    """The key of each text, and of the unconditional record under None."""
+    facts = inputs.family.FACTS
+    encoders = {name: inputs.base.identity(name) for name in facts.text_components}
+    return {
+        text: caption_key(
+            text,
+            encoders=encoders,
+            rule=facts.caption_rule,
+            max_length=config.captions.max_length,
+            dtype=_dtype(config),
+        )
+        for text in (*_texts(inputs), None)
+    }
+
+
+def _record_bytes(config: Config, inputs: Inputs) -> int:
+    """Tensor bytes of one record."""
+    components = inputs.family.FACTS.text_components
+    configs = {name: inputs.base.component(name).config for name in components}
+    shapes = inputs.family.caption_shapes(configs, max_length=config.captions.max_length)
+    return sum(math.prod(shape) for shape in shapes.values()) * ITEM_BYTES[_dtype(config)]

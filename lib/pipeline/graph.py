@@ -1,0 +1,139 @@
+"""The one table of stages, and `ensure`: a stage with all that is missing upstream (design 2)."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+from lib import families
+from lib.errors import InputRefused, Problem, StateRefused
+from lib.events import Events
+from lib.family import Family
+from lib.hub import Base, UnbuiltTiny, base_problems, open_base
+from lib.manifest import discover
+from lib.memory import Memory
+from lib.pipeline import build_latent_cache, encode_captions, export, prepare_dataset, train
+from lib.pipeline.contract import Inputs, StagePlan
+from lib.schema import Config
+from lib.store import Manifest, Store
+from lib.verify import EntriesDamaged
+
+STAGES: dict[str, tuple[ModuleType, tuple[str, ...]]] = {
+    "prepare_dataset": (prepare_dataset, ()),
+    "encode_captions": (encode_captions, ("prepare_dataset",)),
+    "build_latent_cache": (build_latent_cache, ("prepare_dataset",)),
+    "train": (train, ("prepare_dataset", "encode_captions", "build_latent_cache")),
+    "export": (export, ("train",)),
+}
+
+
+@dataclass(frozen=True)
+class Opened:
+    """What every stage works with: the store, the family and the resolved base."""
+
+    store: Store
+    family: Family
+    base: Base
+
+
+def order(target: str) -> list[str]:
+    """The target's upstream stages, each once, in the order they run, and the target."""
+    _, needs = STAGES[target]
+    before = [stage for need in needs for stage in order(need)]
+    return [*dict.fromkeys(before), target]
+
+
+def problems(config: Config) -> Iterator[Problem]:
+    """What is wrong with the family, its base and the data set, before any weight is read."""
+    if config.family.name not in families.names():
+        allowed = ", ".join(families.names())
+        yield Problem(f"family={config.family.name}", "unknown family", allowed)
+        return
+    family = families.get(config.family.name)
+    yield from _family_rules(config, family)
+    store = Path(config.paths.store).expanduser()
+    try:
+        base = open_base(config.family, family=family, store=store, memory=Memory(store))
+        others = {name: families.get(name).FACTS for name in families.names()}
+        yield from base_problems(base, family=family, others=others)
+    except InputRefused as refused:
+        yield from refused.problems
+    root = Path(config.dataset.root).expanduser()
+    if root.is_dir():
+        yield from discover(root, instance_prompt=config.dataset.instance_prompt).problems
+
+
+def _family_rules(config: Config, family: Family) -> Iterator[Problem]:
+    facts, step, length = family.FACTS, config.buckets.step, config.captions.max_length
+    if step % facts.divisor:
+        allowed = f"a multiple of {facts.divisor}"
+        yield Problem(f"buckets.step={step}", f"family={facts.name} cannot use it", allowed)
+    if length > facts.max_text_tokens:
+        allowed = f"at most {facts.max_text_tokens}"
+        yield Problem(f"captions.max_length={length}", f"too long for family={facts.name}", allowed)
+
+
+def open_inputs(config: Config) -> Opened:
+    """Open the store, the family and the base; nothing is built."""
+    store = Store(Path(config.paths.store).expanduser())
+    family = families.get(config.family.name)
+    base = open_base(config.family, family=family, store=store.root, memory=Memory(store.root))
+    return Opened(store=store, family=family, base=base)
+
+
+def ensure(target: str, config: Config, events: Events) -> Manifest:
+    """The target's manifest, making whatever is missing; damaged entries are rebuilt once."""
+    opened = open_inputs(config)
+    if isinstance(opened.base, UnbuiltTiny):
+        opened = Opened(opened.store, opened.family, opened.base.build())
+    try:
+        return _ensure(target, config, opened, events)
+    except EntriesDamaged as found:
+        if config.upstream == "require":
+            raise StateRefused(_rebuild(d.kind, str(d.path)) for d in found.damaged) from found
+        for damage in found.damaged:
+            if damage.path.exists():
+                opened.store.quarantine(damage.kind, damage.key)
+        events.warning(f"{len(found.damaged)} damaged entries set aside; they are made again")
+        return _ensure(target, config, opened, events)
+
+
+def _ensure(target: str, config: Config, opened: Opened, events: Events) -> Manifest:
+    made: dict[str, Manifest] = {}
+    for stage in order(target):
+        module, needs = STAGES[stage]
+        inputs = Inputs(opened.family, opened.base, {need: made[need] for need in needs})
+        if config.upstream == "require" and stage != target:
+            _require(module.plan(config, inputs, opened.store))
+        made[stage] = module.run(config, inputs, opened.store, events)
+    return made[target]
+
+
+def plan(target: str, config: Config) -> list[StagePlan]:
+    """What `ensure` would do, stage by stage; imports no torch and makes nothing."""
+    opened = open_inputs(config)
+    plans: dict[str, StagePlan] = {}
+    for stage in order(target):
+        module, needs = STAGES[stage]
+        known = {need: m for need in needs if (m := plans[need].manifest)}
+        inputs = Inputs(opened.family, opened.base, known)
+        plans[stage] = module.plan(config, inputs, opened.store)
+    return list(plans.values())
+
+
+def _require(planned: StagePlan) -> None:
+    if not planned.hit:
+        raise StateRefused(
+            Problem(
+                "upstream=require",
+                f"{planned.stage} is not complete: {planned.missing} of {planned.total} missing",
+                remedy=f"run `python -m stages.{planned.stage}` or set upstream=ensure",
+            )
+        )
+
+
+def _rebuild(kind: str, path: str) -> Problem:
+    stage = {"captions": "encode_captions", "latents": "build_latent_cache"}[kind]
+    return Problem(
+        path, "is damaged", remedy=f"run `python -m stages.{stage}` with upstream=ensure"
+    )

@@ -1,0 +1,163 @@
+"""Stage `prepare_dataset`: a folder of pictures -> samples, unique texts, picture geometry, report."""
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from lib import buckets
+from lib.errors import InputRefused, Problem, SamplesFailed
+from lib.events import Events
+from lib.images import RECIPE, variants
+from lib.keys import digest, make_key
+from lib.manifest import Candidate, Report, Sample, discover, inspect
+from lib.memory import Item, Memory, stat_of
+from lib.pipeline.contract import Inputs, StagePlan
+from lib.recipes import captions_key, images_key, manifest_key
+from lib.schema import Config
+from lib.store import Manifest, Store
+
+STAGE = "prepare_dataset"
+THREADS = 4
+
+
+def plan(config: Config, inputs: Inputs, store: Store) -> StagePlan:
+    """The whole work, since it is cheap: hashes are remembered and nothing is encoded."""
+    manifest = _prepare(config, inputs, store, Events())
+    hit = store.manifest(STAGE, manifest.key) is not None
+    return StagePlan(STAGE, manifest, hit, total=len(manifest.payload["samples"]))
+
+
+def run(config: Config, inputs: Inputs, store: Store, events: Events) -> Manifest:
+    """Check every picture and caption, name all that fails, and publish what is kept."""
+    events.phase(STAGE, "start")
+    manifest = _prepare(config, inputs, store, events)
+    known = store.manifest(STAGE, manifest.key) is not None
+    report = manifest.payload["report"]
+    published = store.publish(manifest)
+    counts = {"found": report["found"], "kept": report["kept"]}
+    events.phase(STAGE, "hit" if known else "done", key=manifest.key, **counts)
+    for kind, names in report["dropped"].items():
+        events.warning(f"{len(names)} pictures dropped, {kind}: {', '.join(names)}")
+    return published
+
+
+def _prepare(config: Config, inputs: Inputs, store: Store, events: Events) -> Manifest:
+    root = Path(config.dataset.root).expanduser()
+    found = discover(root, instance_prompt=config.dataset.instance_prompt)
+    if found.problems:
+        raise InputRefused(found.problems)
+    samples = _inspect_all(found.candidates, Memory(store.root), events)
+    dropped = dict(found.drops)
+    report = Report(found.found, len(samples), dropped, found.captions_from)
+    return _manifest(samples, report=report, config=config, divisor=inputs.family.FACTS.divisor)
+
+
+def _inspect_all(candidates: Sequence[Candidate], memory: Memory, events: Events) -> list[Sample]:
+    """Every picture is read before any is refused; what is remembered is not read again."""
+    results: list[Sample | Problem] = []
+    learnt: list[Item | None] = []
+    with ThreadPoolExecutor(THREADS) as threads:
+        for result, item in threads.map(lambda c: _inspect(c, memory), candidates):
+            results.append(result)
+            learnt.append(item)
+            events.progress(len(results), len(candidates), unit="pictures")
+    problems = [result for result in results if isinstance(result, Problem)]
+    if problems:
+        raise SamplesFailed(problems)
+    memory.remember_all(item for item in learnt if item)
+    return [result for result in results if isinstance(result, Sample)]
+
+
+def _inspect(candidate: Candidate, memory: Memory) -> tuple[Sample | Problem, Item | None]:
+    """The picture, and what there is to remember of it."""
+    name, before = _memory_name(candidate), stat_of(candidate.path)
+    known = memory.recall(name, candidate.path)
+    if known is not None:
+        return Sample(candidate.name, **known, caption=candidate.caption), None
+    found = inspect(candidate)
+    if isinstance(found, Problem):
+        return found, None
+    facts = {"image_key": found.image_key, "height": found.height, "width": found.width}
+    return found, Item(name, before, facts)
+
+
+def _memory_name(candidate: Candidate) -> str:
+    """A picture's facts hold for one decode recipe."""
+    return f"picture:{digest(RECIPE)}:{candidate.path.resolve()}"
+
+
+def _manifest(
+    samples: Sequence[Sample], *, report: Report, config: Config, divisor: int
+) -> Manifest:
+    settings = {
+        "resolution": config.buckets.resolution,
+        "step": config.buckets.step,
+        "max_aspect": config.buckets.max_aspect,
+        "variants": config.latents.variants,
+        "crop_seed": config.latents.crop_seed,
+        "random_flip": config.latents.random_flip,
+        "divisor": divisor,
+    }
+    plain = [asdict(sample) for sample in samples]
+    texts = sorted({sample.caption for sample in samples})
+    images = _images(samples, config=config, divisor=divisor)
+    sizes = [{k: i[k] for k in ("image_key", "height", "width")} for i in images]
+    keys = {
+        "manifest": manifest_key(plain).digest,
+        "captions": captions_key(texts).digest,
+        "images": images_key(sizes, settings=settings).digest,
+    }
+    key = make_key("prepared", **keys, report=asdict(report))
+    payload = {
+        "keys": keys,
+        "samples": plain,
+        "captions": texts,
+        "images": images,
+        "buckets": _bucket_table(samples, images),
+        "report": asdict(report),
+        "settings": {f"buckets.{n}": settings[n] for n in ("resolution", "step", "max_aspect")}
+        | {f"latents.{n}": settings[n] for n in ("variants", "crop_seed", "random_flip")},
+    }
+    return Manifest(STAGE, key.digest, key.inputs, {}, payload)
+
+
+def _images(samples: Sequence[Sample], *, config: Config, divisor: int) -> list[dict[str, Any]]:
+    """Each different picture once: its size, bucket, and the geometry of each variant."""
+    table = buckets.make_buckets(
+        resolution=config.buckets.resolution,
+        step=math.lcm(config.buckets.step, divisor),
+        max_aspect=config.buckets.max_aspect,
+    )
+    images = {}
+    for sample in samples:
+        size = (sample.height, sample.width)
+        bucket = buckets.assign(size, buckets=table)
+        cuts = variants(
+            size,
+            bucket=bucket.size,
+            count=config.latents.variants,
+            crop_seed=config.latents.crop_seed,
+            image_key=sample.image_key,
+            random_flip=config.latents.random_flip,
+        )
+        images[sample.image_key] = {
+            "image_key": sample.image_key,
+            "height": sample.height,
+            "width": sample.width,
+            "bucket": list(bucket.size),
+            "variants": [asdict(cut) for cut in cuts],
+        }
+    return [images[key] for key in sorted(images)]
+
+
+def _bucket_table(samples: Sequence[Sample], images: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """Pictures (repeats counted) per bucket, height x width."""
+    bucket_of = {image["image_key"]: "x".join(map(str, image["bucket"])) for image in images}
+    counts: Counter[str] = Counter()
+    for sample in samples:
+        counts[bucket_of[sample.image_key]] += sample.repeats
+    return dict(sorted(counts.items()))

@@ -1,0 +1,128 @@
+"""Stage `train`: the adapter of one denoiser on the cached records; resumes where it was stopped."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from lib import runs
+from lib.buckets import PLAN_VERSION, steps_per_epoch
+from lib.errors import InputRefused, Problem
+from lib.events import Events
+from lib.keys import Key, digest
+from lib.pipeline.contract import Inputs, StagePlan, entry_keys
+from lib.recipes import train_key
+from lib.schema import Config
+from lib.store import Manifest, Store
+from lib.verify import verify_entries
+
+STAGE = "train"
+MAX_STEPS = 100_000
+
+
+def plan(config: Config, inputs: Inputs, store: Store) -> StagePlan:
+    """Whether this very run is complete, and how many steps are left."""
+    steps = _total_steps(config, inputs)
+    settings = {"total_steps": steps, **_settings(config)}
+    if not {"encode_captions", "build_latent_cache"} <= inputs.upstream.keys():
+        return StagePlan(STAGE, None, False, steps, steps, 0, settings)
+    key = _key(config, inputs, steps)
+    manifest = Manifest(STAGE, key.digest, key.inputs, {}, {"settings": settings})
+    done = runs.completed(store.root, key.digest) is not None and not config.rerun
+    left = 0 if done else steps - runs.steps_done(store.root, key.digest, rerun=config.rerun)
+    return StagePlan(STAGE, manifest, done, steps, left, 0, settings)
+
+
+def run(config: Config, inputs: Inputs, store: Store, events: Events) -> Manifest:
+    """Train what is left of the run that has this key, in that run's folder."""
+    planned = plan(config, inputs, store)
+    manifest = planned.manifest
+    assert manifest is not None
+    if planned.hit:
+        folder = runs.completed(store.root, manifest.key)
+        events.phase(STAGE, "hit", key=manifest.key, folder=str(folder), steps=planned.total)
+        return store.publish(manifest)
+    verify_entries(store, [m for m in inputs.upstream.values() if m.entries], events)
+    claim = runs.claim(
+        store.root,
+        manifest.key,
+        outputs=Path(config.paths.outputs).expanduser(),
+        name=config.name or f"{config.family.name}-{manifest.key[:8]}",
+        manifests=[(m.stage, m.key) for m in (*inputs.upstream.values(), manifest)],
+        rerun=config.rerun,
+    )
+    with runs.held(store.root, claim):
+        from lib.training.session import train_run
+
+        runs.describe(claim, config, keys=_all_keys(inputs, manifest), events=events)
+        events.phase(STAGE, "start", folder=str(claim.folder), total=planned.total)
+        finished = train_run(
+            claim,
+            config,
+            inputs.family,
+            inputs.base,
+            upstream=inputs.upstream,
+            store=store,
+            events=events,
+            total_steps=planned.total,
+        )
+        published = store.publish(manifest)
+    speed = finished.samples_per_second
+    rate = {"samples_per_second": round(speed, 2)} if speed else {}
+    events.phase(STAGE, "done", folder=str(claim.folder), key=manifest.key, **rate)
+    return published
+
+
+def _total_steps(config: Config, inputs: Inputs) -> int:
+    """Optimizer steps; epochs count the real batch plan."""
+    if config.trainer.max_steps is not None:
+        return config.trainer.max_steps
+    samples = inputs.upstream["prepare_dataset"].payload["samples"]
+    slots = sum(sample["repeats"] for sample in samples)
+    epochs = config.trainer.num_epochs or 0
+    steps = epochs * steps_per_epoch(slots, batch_size=config.trainer.batch_size)
+    setting = f"trainer.num_epochs={epochs}"
+    if steps > MAX_STEPS:
+        raise InputRefused(Problem(setting, f"makes {steps} steps", f"at most {MAX_STEPS}"))
+    if config.lr_schedule.warmup_steps > steps:
+        why = f"makes {steps} steps, fewer than lr_schedule.warmup_steps"
+        raise InputRefused(Problem(setting, why, f"at most {steps} steps of warm-up"))
+    return steps
+
+
+def _settings(config: Config) -> dict[str, Any]:
+    """The options that enter the key, by their public names, so that a plan can compare."""
+    groups = {
+        "adapter": config.adapter,
+        "timesteps": config.timesteps,
+        "optimizer": config.optimizer,
+        "lr_schedule": config.lr_schedule,
+    }
+    flat = {f"{g}.{name}": v for g, values in groups.items() for name, v in asdict(values).items()}
+    trainer = ("batch_size", "max_grad_norm", "caption_dropout")
+    return {
+        **flat,
+        **{f"trainer.{name}": getattr(config.trainer, name) for name in trainer},
+        "seed": config.seed,
+        "precision.mode": config.precision.mode,
+    }
+
+
+def _key(config: Config, inputs: Inputs, steps: int) -> Key:
+    """Everything that moves the weights; levers such as the micro-batch stay out (design 3)."""
+    facts = inputs.family.FACTS
+    roles = ("train", "unconditional") if config.trainer.caption_dropout > 0 else ("train",)
+    return train_key(
+        manifest=inputs.upstream["prepare_dataset"].payload["keys"]["manifest"],
+        captions=digest(entry_keys(inputs.upstream["encode_captions"], *roles)),
+        latents=digest(entry_keys(inputs.upstream["build_latent_cache"], "train")),
+        denoiser=inputs.base.identity(facts.denoiser),
+        objective=facts.noise.name,
+        settings=_settings(config),
+        plan_version=PLAN_VERSION,
+        total_steps=steps,
+        extends=None,
+    )
+
+
+def _all_keys(inputs: Inputs, manifest: Manifest) -> dict[str, str]:
+    return {m.stage: m.key for m in (*inputs.upstream.values(), manifest)}

@@ -1,0 +1,91 @@
+"""The recipe of every key: what each artifact is made of, and nothing else (design 3)."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from lib.images import RECIPE, Geometry, resize_filter
+from lib.keys import Key, make_key
+
+CAPTIONS_VERSION = 1
+TRAIN_VERSION = 1
+EXPORT_VERSION = 1
+
+
+def manifest_key(samples: Sequence[Mapping[str, Any]]) -> Key:
+    """The data set: names, image keys, sizes after EXIF, captions, repeats, and the decode recipe."""
+    return make_key("manifest", samples=samples, decode=RECIPE, split=None)
+
+
+def captions_key(texts: Sequence[str]) -> Key:
+    """The unique texts, sorted."""
+    return make_key("captions", texts=texts)
+
+
+def images_key(images: Sequence[Mapping[str, Any]], *, settings: Mapping[str, Any]) -> Key:
+    """The pictures and how they are cut: bucket settings, divisor, variants, crop seed, flip."""
+    return make_key("images", images=images, decode=RECIPE, resize=resize_filter, settings=settings)
+
+
+def component_identity(
+    *, class_name: str, config: Mapping[str, Any], weights: Sequence[str]
+) -> Key:
+    """A model or tokenizer by what it is: never by a repository's name or a file's time."""
+    public = {name: value for name, value in config.items() if not name.startswith("_")}
+    return make_key("component", class_name=class_name, config=public, weights=sorted(weights))
+
+
+def caption_key(
+    text: str | None,
+    *,
+    encoders: Mapping[str, str],
+    rule: Mapping[str, Any],
+    max_length: int,
+    dtype: str,
+) -> Key:
+    """One text's record; `None` is the family's unconditional record, whose kind is in `rule`."""
+    what = {"unconditional": rule["unconditional"]} if text is None else {"text": text}
+    return make_key(
+        "caption",
+        **what,
+        encoders=encoders,
+        template=rule["template"],
+        positions=rule["positions"],
+        mask=rule["mask"],
+        max_length=max_length,
+        dtype=dtype,
+        version=CAPTIONS_VERSION,
+    )
+
+
+def latent_key(
+    image_key: str, geometry: Geometry, *, autoencoder: str, dtype: str, routine: str
+) -> Key:
+    """One picture's posterior in one geometry; the routine is shared by families that encode alike."""
+    return make_key(
+        "latent",
+        image=image_key,
+        decode=RECIPE,
+        resize=resize_filter,
+        geometry=asdict(geometry),
+        autoencoder=autoencoder,
+        dtype=dtype,
+        routine=routine,
+    )
+
+
+def cache_key(stage: str, roles: Mapping[str, Sequence[str]]) -> Key:
+    """A cache stage's manifest: its entry keys by role."""
+    return make_key(stage, roles={role: sorted(set(keys)) for role, keys in roles.items()})
+
+
+def train_key(**inputs: Any) -> Key:
+    """One training run; see `lib.pipeline.train` for its fields."""
+    return make_key("train", version=TRAIN_VERSION, **inputs)
+
+
+def export_key(*, train: str, adapter: str, format: str, dtype: str) -> Key:
+    """One exported file."""
+    return make_key(
+        "export", version=EXPORT_VERSION, train=train, adapter=adapter, format=format, dtype=dtype
+    )

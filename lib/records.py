@@ -1,0 +1,56 @@
+"""Tensors <-> stored bytes: caption and posterior records as entries, adapters as files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+
+from lib.family import Posterior
+from lib.tensors import Tensor
+
+DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+_NAMES = {
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+}
+_TORCH = {name: dtype for dtype, name in _NAMES.items()}
+
+
+def to_stored(tensors: Mapping[str, torch.Tensor]) -> dict[str, Tensor]:
+    """Compact little-endian bytes of each tensor."""
+    return {name: _stored(tensor) for name, tensor in tensors.items()}
+
+
+def from_stored(tensors: Mapping[str, Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors again, each owning its memory."""
+    return {name: _loaded(tensor) for name, tensor in tensors.items()}
+
+
+def posterior_record(posterior: Posterior, *, row: int) -> dict[str, torch.Tensor]:
+    """One picture's mean and std: c h w."""
+    return {"mean": posterior.mean[row], "std": posterior.std[row]}
+
+
+def num_bytes(shapes: Mapping[str, tuple[int, ...]], *, dtype: str) -> int:
+    """Tensor bytes of a record of these shapes."""
+    width = DTYPES[dtype].itemsize
+    return sum(int(np.prod(shape)) * width for shape in shapes.values())
+
+
+def _stored(tensor: torch.Tensor) -> Tensor:
+    compact = tensor.detach().cpu().contiguous()
+    data = compact.view(torch.uint8) if compact.ndim else compact.reshape(1).view(torch.uint8)
+    return Tensor(_NAMES[tensor.dtype], tuple(tensor.shape), data.numpy().tobytes())
+
+
+def _loaded(tensor: Tensor) -> torch.Tensor:
+    flat = torch.frombuffer(bytearray(tensor.data), dtype=torch.uint8)
+    return flat.view(_TORCH[tensor.dtype]).reshape(tensor.shape)

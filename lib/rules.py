@@ -1,0 +1,222 @@
+"""What a configuration may hold: ranges, choices, rules across fields, options without effect."""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lib.errors import Problem
+from lib.schema import TINY, Config, value_of
+
+SCHEDULES = (
+    "constant",
+    "constant_with_warmup",
+    "linear",
+    "cosine",
+    "cosine_with_restarts",
+    "polynomial",
+)
+DTYPES = ("fp32", "bf16", "fp16")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One setting and what it may be; `allowed` is the sentence a user reads."""
+
+    setting: str
+    holds: Callable[[Any], bool]
+    allowed: str
+    remedy: str = ""
+
+
+def _number(setting: str, low: float, high: float, remedy: str = "") -> Rule:
+    allowed = f"{low:g} to {high:g}"
+    return Rule(setting, lambda v: math.isfinite(v) and low <= v <= high, allowed, remedy)
+
+
+def _above(setting: str, low: float, remedy: str = "") -> Rule:
+    return Rule(setting, lambda v: math.isfinite(v) and v > low, f"above {low:g}", remedy)
+
+
+def _optional(rule: Rule) -> Rule:
+    return Rule(rule.setting, lambda v: v is None or rule.holds(v), f"{rule.allowed}, or null")
+
+
+def _choice(setting: str, *choices: str, remedy: str = "") -> Rule:
+    return Rule(setting, lambda v: v in choices, ", ".join(choices), remedy)
+
+
+RULES: tuple[Rule, ...] = (
+    _choice("precision.mode", "fp32", "bf16"),
+    _number("buckets.resolution", 64, 8192),
+    _number("buckets.step", 8, 512),
+    _number("buckets.max_aspect", 1, 8),
+    _number("captions.max_length", 1, 4096),
+    _choice("captions.dtype", "auto", *DTYPES),
+    _number("latents.variants", 1, 64),
+    _number("latents.crop_seed", 0, 2**63 - 1),
+    _choice("latents.dtype", *DTYPES),
+    _number("latents.max_bytes", 0, 2**50),
+    _number("encode.batch_size", 1, 1024),
+    _number("adapter.rank", 1, 320),
+    _above("adapter.alpha", 0),
+    Rule("adapter.targets", lambda v: len(v) > 0 and all(v), "at least one module name"),
+    Rule("adapter.dropout", lambda v: 0 <= v < 1, "0 to below 1"),
+    _choice("timesteps.density", "logit_normal", "uniform"),
+    _number("timesteps.mean", -10, 10),
+    _above("timesteps.std", 0),
+    _above("timesteps.shift", 0),
+    _choice("optimizer.name", "adamw"),
+    _number("optimizer.lr", 1e-12, 10),
+    _number("optimizer.weight_decay", 0, 10),
+    Rule("optimizer.beta1", lambda v: 0 <= v < 1, "0 to below 1"),
+    Rule("optimizer.beta2", lambda v: 0 <= v < 1, "0 to below 1"),
+    _above("optimizer.eps", 0),
+    _choice("lr_schedule.name", *SCHEDULES),
+    _number("lr_schedule.warmup_steps", 0, 100_000),
+    _number("lr_schedule.num_cycles", 1, 1000),
+    _above("lr_schedule.power", 0),
+    _optional(_number("trainer.max_steps", 1, 100_000)),
+    _optional(_number("trainer.num_epochs", 1, 1000)),
+    _number("trainer.batch_size", 1, 64),
+    _optional(_number("trainer.micro_batch", 1, 64)),
+    _number("trainer.max_grad_norm", 0, 1e6, "0 turns clipping off"),
+    _number("trainer.save_every", 1, 100_000),
+    Rule("trainer.caption_dropout", lambda v: 0 <= v < 1, "0 to below 1"),
+    _choice("export.format", "diffusers"),
+    _choice("export.dtype", *DTYPES),
+    _choice("upstream", "ensure", "require"),
+    _number("seed", 0, 2**63 - 1),
+    _number("gc.keep_days", 0, 36500),
+    Rule(
+        "name",
+        lambda v: v is None or _plain_name(v),
+        "letters, digits, '.', '_', '-'; at most 100; not starting with '.' or '-'",
+    ),
+)
+
+
+def _plain_name(name: str) -> bool:
+    safe = all(c.isascii() and (c.isalnum() or c in "._-") for c in name)
+    return safe and 0 < len(name) <= 100 and name[0] not in ".-"
+
+
+def problems_of(config: Config) -> Iterator[Problem]:
+    """Every rule that the configuration breaks."""
+    for rule in RULES:
+        value = value_of(config, rule.setting)
+        if not rule.holds(value):
+            yield Problem(f"{rule.setting}={value}", "out of range", rule.allowed, rule.remedy)
+    yield from _length_rules(config)
+    yield from _batch_rules(config)
+    yield from _no_effect(config)
+    yield from _path_rules(config)
+
+
+def _length_rules(config: Config) -> Iterator[Problem]:
+    steps, epochs = config.trainer.max_steps, config.trainer.num_epochs
+    if steps is not None and epochs is not None:
+        yield Problem(
+            f"trainer.num_epochs={epochs}",
+            f"trainer.max_steps={steps} sets the length too",
+            "one of the two",
+            "add trainer.max_steps=null to train by epochs",
+        )
+    if steps is None and epochs is None:
+        yield Problem(
+            "trainer.max_steps=None", "no length is set", "trainer.max_steps or trainer.num_epochs"
+        )
+    if steps is not None and config.lr_schedule.warmup_steps > steps:
+        yield Problem(
+            f"lr_schedule.warmup_steps={config.lr_schedule.warmup_steps}",
+            f"longer than trainer.max_steps={steps}",
+            f"0 to {steps}",
+        )
+
+
+def _batch_rules(config: Config) -> Iterator[Problem]:
+    batch, micro = config.trainer.batch_size, config.trainer.micro_batch
+    if micro is not None and micro > 0 and batch % micro:
+        divisors = ", ".join(str(n) for n in range(1, batch + 1) if batch % n == 0)
+        yield Problem(
+            f"trainer.micro_batch={micro}",
+            f"does not divide trainer.batch_size={batch}",
+            divisors,
+        )
+    if config.buckets.step > 0 and config.buckets.resolution % config.buckets.step:
+        yield Problem(
+            f"buckets.resolution={config.buckets.resolution}",
+            f"not a multiple of buckets.step={config.buckets.step}",
+            "a multiple of buckets.step",
+        )
+
+
+def _no_effect(config: Config) -> Iterator[Problem]:
+    """An option that would be ignored is refused rather than believed."""
+    schedule, timesteps, default = config.lr_schedule, config.timesteps, Config()
+    if schedule.name == "constant" and schedule.warmup_steps:
+        yield _ignored(
+            f"lr_schedule.warmup_steps={schedule.warmup_steps}",
+            "lr_schedule.name=constant has no warm-up",
+            "lr_schedule=constant_with_warmup",
+        )
+    if schedule.name != "cosine_with_restarts" and schedule.num_cycles != 1:
+        yield _ignored(
+            f"lr_schedule.num_cycles={schedule.num_cycles}",
+            f"lr_schedule.name={schedule.name} has no cycles",
+            "lr_schedule=cosine_with_restarts",
+        )
+    if schedule.name != "polynomial" and schedule.power != 1.0:
+        yield _ignored(
+            f"lr_schedule.power={schedule.power}",
+            f"lr_schedule.name={schedule.name} has no power",
+            "lr_schedule=polynomial",
+        )
+    for name in ("mean", "std"):
+        value = getattr(timesteps, name)
+        if timesteps.density == "uniform" and value != getattr(default.timesteps, name):
+            yield _ignored(
+                f"timesteps.{name}={value}",
+                "timesteps.density=uniform has none",
+                "timesteps=logit_normal",
+            )
+    if config.latents.variants == 1:
+        if config.latents.random_flip:
+            yield _ignored(
+                "latents.random_flip=True",
+                "the first variant is the plain centre crop",
+                "latents.variants=2 or more",
+            )
+        if config.latents.crop_seed:
+            yield _ignored(
+                f"latents.crop_seed={config.latents.crop_seed}",
+                "the first variant is the plain centre crop",
+                "latents.variants=2 or more",
+            )
+    if config.family.revision is not None and _is_local(config.family.base):
+        yield _ignored(
+            f"family.revision={config.family.revision}",
+            f"family.base={config.family.base} is no Hub id",
+            "drop family.revision",
+        )
+
+
+def _ignored(subject: str, why: str, remedy: str) -> Problem:
+    return Problem(subject, f"would have no effect: {why}", remedy=f"use {remedy}")
+
+
+def _is_local(base: str) -> bool:
+    return base == TINY or Path(base).expanduser().is_dir()
+
+
+def _path_rules(config: Config) -> Iterator[Problem]:
+    root = Path(config.dataset.root).expanduser()
+    if not config.dataset.root or not root.is_dir():
+        why = "no such folder" if not root.exists() else "not a folder"
+        remedy = "give a folder of pictures, relative to where you stand or absolute"
+        yield Problem(f"dataset.root={config.dataset.root}", why, remedy=remedy)
+    for setting in ("paths.store", "paths.outputs"):
+        path = Path(value_of(config, setting)).expanduser()
+        if path.exists() and not path.is_dir():
+            yield Problem(f"{setting}={path}", "exists and is not a folder")

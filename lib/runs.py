@@ -1,0 +1,155 @@
+"""The run registry: one record per train key says which folder holds the run and what became of it."""
+
+import json
+import platform
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from filelock import FileLock
+
+from lib import files
+from lib.errors import Problem, StateRefused
+from lib.events import Events
+from lib.keys import file_digest
+from lib.process import is_alive, this_process
+from lib.schema import Config, to_plain
+
+LIBRARIES = ("torch", "diffusers", "transformers", "peft", "numpy", "pillow", "safetensors")
+ADAPTER_FILE = "adapter/adapter.safetensors"
+
+State = Literal["running", "complete", "stopped"]
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A folder of our own for a key: `resumed` when it holds an earlier attempt at the same run."""
+
+    key: str
+    folder: Path
+    resumed: bool
+
+
+def record_path(store: Path, key: str) -> Path:
+    return store / "runs" / f"{key}.json"
+
+
+def read(store: Path, key: str) -> Mapping[str, Any] | None:
+    """The record of a key, or None."""
+    path = record_path(store, key)
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+
+
+def completed(store: Path, key: str) -> Path | None:
+    """The folder of the complete run of a key, if it still holds the adapter it was left with."""
+    record = read(store, key)
+    if record is None or record["state"] != "complete":
+        return None
+    adapter = Path(record["folder"]) / ADAPTER_FILE
+    sound = adapter.is_file() and file_digest(adapter) == record["adapter"]
+    return Path(record["folder"]) if sound else None
+
+
+def claim(
+    store: Path,
+    key: str,
+    *,
+    outputs: Path,
+    name: str,
+    manifests: Sequence[Sequence[str]],
+    rerun: bool,
+) -> Claim:
+    """Take the run's folder exclusively, before step 1; refused while another process has it."""
+    files.make_folder(record_path(store, key).parent)
+    # Two processes that both find a dead owner must not both resume.
+    with FileLock(record_path(store, key).with_suffix(".lock")):
+        record = read(store, key)
+        if record and record["state"] == "running" and is_alive(record["process"]):
+            process = record["process"]
+            raise StateRefused(
+                Problem(
+                    f"run {key[:12]}",
+                    f"is running: process {process['pid']} on {process['host']}, "
+                    f"folder {record['folder']}",
+                    remedy="wait for it, or stop it",
+                )
+            )
+        resumable = record and record["state"] != "complete" and not rerun
+        folder = Path(record["folder"]) if record and resumable else None
+        resumed = folder is not None and folder.is_dir()
+        if folder is None or not resumed:
+            folder = files.claim_folder(outputs / name)
+        files.write_json(
+            record_path(store, key),
+            {
+                "state": "running",
+                "folder": str(folder.resolve()),
+                "process": this_process(),
+                "manifests": [list(item) for item in manifests],
+            },
+        )
+    return Claim(key=key, folder=folder, resumed=resumed)
+
+
+@contextmanager
+def held(store: Path, claim: Claim) -> Iterator[None]:
+    """While the block runs the run is ours; it leaves complete, or stopped on any way out."""
+    state: State = "stopped"
+    try:
+        yield
+        state = "complete"
+    finally:
+        _finish(store, claim.key, state=state)
+
+
+def steps_done(store: Path, key: str, *, rerun: bool) -> int:
+    """Steps that the newest checkpoint of an unfinished run holds, by its folder's name."""
+    record = read(store, key)
+    if record is None or rerun or record["state"] == "complete":
+        return 0
+    names = sorted(path.name for path in Path(record["folder"]).glob("checkpoints/step-*"))
+    return int(names[-1].removeprefix("step-")) if names else 0
+
+
+def describe(claim: Claim, config: Config, *, keys: Mapping[str, str], events: Events) -> None:
+    """Leave config.yaml and run.json in the run's folder, and write events there from now on."""
+    events.attach(claim.folder / "events.jsonl")
+    if (claim.folder / "run.json").exists():
+        return
+    text = yaml.safe_dump(to_plain(config), sort_keys=False, allow_unicode=True)
+    files.write_bytes(claim.folder / "config.yaml", text.encode("utf-8"))
+    files.write_json(
+        claim.folder / "run.json",
+        {"keys": keys, "versions": versions(), "git_commit": git_commit(), "decisions": {}},
+    )
+
+
+def versions() -> dict[str, str]:
+    """The interpreter and the libraries whose arithmetic a run depends on."""
+    found = {name: metadata.version(name) for name in LIBRARIES}
+    return {"python": platform.python_version(), **found}
+
+
+def git_commit() -> str | None:
+    """The checkout's commit, `-dirty` when tracked files differ; None without git."""
+    here = Path(__file__).parent
+    command = ["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=40"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def _finish(store: Path, key: str, *, state: State) -> None:
+    """Record how a run ended; a complete one with its adapter's digest."""
+    record = dict(read(store, key) or {})
+    record["state"] = state
+    if state == "complete":
+        record["adapter"] = file_digest(Path(record["folder"]) / ADAPTER_FILE)
+    files.write_json(record_path(store, key), record)

@@ -1,0 +1,35 @@
+"""Drawing latents with a family's own `predict`; imports no pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from lib import shapes
+
+if TYPE_CHECKING:
+    from lib.family import Conditioning, Family
+
+
+def euler(
+    family: Family,
+    denoiser: shapes.Module,
+    noise: shapes.Noise,
+    *,
+    conditioning: Conditioning,
+    sigmas: Sequence[float],
+    guidance: float,
+) -> shapes.Latents:
+    """Euler's method along the flow, from sigma `sigmas[0]` to 0, in float32; returns latents."""
+    import torch
+
+    levels = torch.tensor([*sigmas, 0.0], dtype=torch.float32, device=noise.device)
+    latents = noise
+    with torch.no_grad():
+        for level, following in zip(levels[:-1], levels[1:], strict=True):
+            sigma = level.expand(latents.shape[0])
+            velocity = family.predict(
+                denoiser, latents, sigma, conditioning=conditioning, guidance=guidance
+            )
+            latents = latents + (following - level) * velocity.float()
+    return latents

@@ -1,0 +1,170 @@
+"""The configuration's shape: frozen dataclasses whose field names are the public option names.
+
+Hydra checks overrides against them and `lib.config` builds them; neither rules nor logic live here.
+"""
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+TINY = "tiny"
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A family's own values; groups take them by interpolation (`optimizer.lr: ${family.preset.lr}`)."""
+
+    rank: int = 16
+    alpha: float = 16.0
+    lr: float = 1e-4
+    resolution: int = 512
+    lr_schedule: str = "constant"
+    warmup_steps: int = 0
+    max_length: int = 512
+    targets: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class FamilyConfig:
+    name: str = "flux"
+    base: str = TINY
+    revision: str | None = None
+    preset: Preset = field(default_factory=Preset)
+
+
+@dataclass(frozen=True)
+class PrecisionConfig:
+    mode: str = "bf16"
+
+
+@dataclass(frozen=True)
+class DatasetConfig:
+    root: str = ""
+    instance_prompt: str | None = None
+
+
+@dataclass(frozen=True)
+class BucketsConfig:
+    resolution: int = 512
+    step: int = 64
+    max_aspect: float = 2.0
+
+
+@dataclass(frozen=True)
+class CaptionsConfig:
+    max_length: int = 512
+    dtype: str = "auto"
+
+
+@dataclass(frozen=True)
+class LatentsConfig:
+    variants: int = 1
+    crop_seed: int = 0
+    random_flip: bool = False
+    dtype: str = "fp32"
+    max_bytes: int = 4 * 1024**3
+
+
+@dataclass(frozen=True)
+class EncodeConfig:
+    batch_size: int = 1
+
+
+@dataclass(frozen=True)
+class AdapterConfig:
+    rank: int = 16
+    alpha: float = 16.0
+    targets: list[str] = field(default_factory=list)
+    dropout: float = 0.0
+
+
+@dataclass(frozen=True)
+class TimestepsConfig:
+    density: str = "logit_normal"
+    mean: float = 0.0
+    std: float = 1.0
+    shift: float = 1.0
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    name: str = "adamw"
+    lr: float = 1e-4
+    weight_decay: float = 1e-4
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+
+
+@dataclass(frozen=True)
+class LrScheduleConfig:
+    name: str = "constant"
+    warmup_steps: int = 0
+    num_cycles: int = 1
+    power: float = 1.0
+
+
+@dataclass(frozen=True)
+class TrainerConfig:
+    max_steps: int | None = None
+    num_epochs: int | None = None
+    batch_size: int = 1
+    micro_batch: int | None = None
+    max_grad_norm: float = 1.0
+    save_every: int = 100
+    caption_dropout: float = 0.0
+
+
+@dataclass(frozen=True)
+class ExportConfig:
+    format: str = "diffusers"
+    dtype: str = "fp32"
+
+
+@dataclass(frozen=True)
+class PathsConfig:
+    store: str = "store"
+    outputs: str = "outputs"
+
+
+@dataclass(frozen=True)
+class GcConfig:
+    keep_days: float = 14.0
+
+
+@dataclass(frozen=True)
+class Config:
+    """The whole configuration of one run; field names are the public option names (design 1)."""
+
+    family: FamilyConfig = field(default_factory=FamilyConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    dataset: DatasetConfig = field(default_factory=DatasetConfig)
+    buckets: BucketsConfig = field(default_factory=BucketsConfig)
+    captions: CaptionsConfig = field(default_factory=CaptionsConfig)
+    latents: LatentsConfig = field(default_factory=LatentsConfig)
+    encode: EncodeConfig = field(default_factory=EncodeConfig)
+    adapter: AdapterConfig = field(default_factory=AdapterConfig)
+    timesteps: TimestepsConfig = field(default_factory=TimestepsConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    lr_schedule: LrScheduleConfig = field(default_factory=LrScheduleConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    export: ExportConfig = field(default_factory=ExportConfig)
+    paths: PathsConfig = field(default_factory=PathsConfig)
+    gc: GcConfig = field(default_factory=GcConfig)
+    name: str | None = None
+    seed: int = 0
+    upstream: str = "ensure"
+    rerun: bool = False
+
+
+def to_plain(config: Any) -> dict[str, Any]:
+    """Plain nested values, as written to a run's config.yaml."""
+    return dataclasses.asdict(config)
+
+
+def value_of(config: Config, setting: str) -> Any:
+    """The value of a dotted setting name."""
+    value: Any = config
+    for part in setting.split("."):
+        value = getattr(value, part)
+    return value

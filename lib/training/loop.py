@@ -1,0 +1,123 @@
+"""The training loop: batches in, metrics and checkpoints out; it stops at the first bad number."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+
+from lib import adapter
+from lib.batches import StepBatches
+from lib.errors import DarkroomError, Problem
+from lib.events import Events
+from lib.optimizers import learning_rate
+from lib.schema import Config
+from lib.training import checkpoint
+from lib.training.checkpoint import Checkpoint
+from lib.training.step import StepResult, Trainer
+
+
+class Diverged(DarkroomError):
+    """A loss or gradient norm was not finite; the weights are those of the step before."""
+
+    exit_code = 1
+
+
+@dataclass(frozen=True)
+class Finished:
+    """What a loop reports at its end; the first step, which warms up, is outside the rate."""
+
+    steps: int
+    last_loss: float
+    samples_per_second: float | None
+
+
+@dataclass
+class Progress:
+    """Counts over the run, and the clock since the first step of this process."""
+
+    num_samples_seen: int
+    clock: float | None = None
+    samples_timed: int = 0
+
+    def add(self, num_samples: int) -> None:
+        self.num_samples_seen += num_samples
+        if self.clock is None:
+            self.clock = perf_counter()
+        else:
+            self.samples_timed += num_samples
+
+    @property
+    def samples_per_second(self) -> float | None:
+        if self.clock is None or not self.samples_timed:
+            return None
+        return self.samples_timed / (perf_counter() - self.clock)
+
+
+def train(
+    trainer: Trainer,
+    groups: Iterable[StepBatches],
+    *,
+    config: Config,
+    total_steps: int,
+    num_samples_seen: int,
+    folder: Path,
+    train_key: str,
+    events: Events,
+) -> Finished:
+    """Run all groups; a checkpoint every `trainer.save_every` steps and at the end."""
+    progress, loss, steps = Progress(num_samples_seen), float("nan"), 0
+    for group in groups:
+        rate = learning_rate(
+            config.lr_schedule,
+            base=config.optimizer.lr,
+            step=group.step,
+            total_steps=total_steps,
+        )
+        result = trainer.step(group, rate=rate)
+        if not result.finite:
+            raise _diverged(group, result)
+        progress.add(group.num_samples)
+        loss, steps, done = result.loss, steps + 1, group.step + 1
+        _report(events, done, result, rate=rate, progress=progress)
+        events.progress(done, total_steps, unit="steps")
+        if done % config.trainer.save_every == 0 or done == total_steps:
+            _save(trainer, done, progress, folder=folder, train_key=train_key)
+    return Finished(steps, last_loss=loss, samples_per_second=progress.samples_per_second)
+
+
+def _report(
+    events: Events, step: int, result: StepResult, *, rate: float, progress: Progress
+) -> None:
+    values = {
+        "loss": result.loss,
+        "grad_norm": result.grad_norm,
+        "lr": rate,
+        "num_samples_seen": progress.num_samples_seen,
+    }
+    speed = progress.samples_per_second
+    events.metric(step, **values, **({"samples_per_second": round(speed, 3)} if speed else {}))
+
+
+def _save(trainer: Trainer, step: int, progress: Progress, *, folder: Path, train_key: str) -> None:
+    state = Checkpoint(
+        step=step,
+        num_samples_seen=progress.num_samples_seen,
+        adapter=adapter.state_dict(trainer.denoiser),
+        optimizer=checkpoint.optimizer_state(trainer.optimizer, trainer.parameters),
+    )
+    checkpoint.save(folder, state, train_key=train_key)
+
+
+def _diverged(group: StepBatches, result: StepResult) -> Diverged:
+    names = sorted({name for batch in group.batches for name in batch.names})
+    sigmas = [round(float(level), 4) for batch in group.batches for level in batch.level]
+    return Diverged(
+        Problem(
+            f"step {group.step + 1}",
+            f"loss {result.loss} and gradient norm {result.grad_norm} are not finite; "
+            f"sigmas {sigmas}; samples {', '.join(names)}",
+            remedy="lower optimizer.lr or look at these samples; the last checkpoint is good",
+        )
+    )

@@ -1,0 +1,130 @@
+"""Setting up a training run from its records, its base and its last checkpoint, and running it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from lib import adapter, files, tensors
+from lib.batches import Assembler, Plan, Records, ahead, slots_of
+from lib.buckets import Bucket
+from lib.device import pick_device, release
+from lib.errors import Problem, StateRefused
+from lib.events import Events
+from lib.family import Family
+from lib.hub import Base
+from lib.keys import digest
+from lib.optimizers import make_optimizer
+from lib.records import DTYPES, to_stored
+from lib.runs import ADAPTER_FILE, Claim
+from lib.schema import Config
+from lib.store import Manifest, Store
+from lib.training import checkpoint
+from lib.training.loop import Finished, train
+from lib.training.step import Trainer
+
+Upstream = Mapping[str, Manifest]
+
+
+def train_run(
+    claim: Claim,
+    config: Config,
+    family: Family,
+    base: Base,
+    *,
+    upstream: Upstream,
+    store: Store,
+    events: Events,
+    total_steps: int,
+) -> Finished:
+    """Train to `total_steps` and leave the adapter in the run's folder."""
+    trainer = make_trainer(config, family, base, events)
+    folder = claim.folder / "checkpoints"
+    start, seen = _restore(trainer, folder, key=claim.key, events=events)
+    assembler = make_assembler(config, family, upstream, store)
+    groups = assembler.plan.groups(start, total_steps)
+    finished = train(
+        trainer,
+        ahead(assembler.step, groups),
+        config=config,
+        total_steps=total_steps,
+        num_samples_seen=seen,
+        folder=folder,
+        train_key=claim.key,
+        events=events,
+    )
+    _write_adapter(trainer, claim)
+    del trainer
+    release()
+    return finished
+
+
+def make_trainer(config: Config, family: Family, base: Base, events: Events) -> Trainer:
+    """The denoiser in the run's precision with a fresh adapter and its optimizer."""
+    device, dtype = pick_device(), DTYPES[config.precision.mode]
+    events.decision("device", str(device), source="machine", reason="the first GPU, else the CPU")
+    denoiser = family.load_denoiser(base, dtype=dtype, device=device)
+    injected = adapter.inject(denoiser, config.adapter, seed=config.seed)
+    for target, count in injected.matches.items():
+        reason = "modules that adapter.targets names"
+        events.decision(f"adapter.targets:{target}", count, source="base", reason=reason)
+    if config.adapter.dropout > 0:
+        denoiser.train()
+    return Trainer(
+        family=family,
+        denoiser=denoiser,
+        parameters=injected.parameters,
+        optimizer=make_optimizer(injected.parameters.values(), config.optimizer),
+        device=device,
+        autocast_dtype=None if config.precision.mode == "fp32" else dtype,
+        max_grad_norm=config.trainer.max_grad_norm,
+        seed=config.seed,
+        dropout=config.adapter.dropout,
+    )
+
+
+def make_assembler(config: Config, family: Family, upstream: Upstream, store: Store) -> Assembler:
+    """The batch plan over the prepared samples, and the records behind it."""
+    prepared = upstream["prepare_dataset"].payload
+    captions, latents = upstream["encode_captions"], upstream["build_latent_cache"]
+    texts = captions.payload["texts"]
+    slots = slots_of(
+        prepared["samples"],
+        buckets={image["image_key"]: Bucket(*image["bucket"]) for image in prepared["images"]},
+        latents=latents.payload["variants"],
+        captions={text: texts[digest(text)] for text in prepared["captions"]},
+    )
+    return Assembler(
+        plan=Plan(slots, seed=config.seed, batch_size=config.trainer.batch_size),
+        family=family,
+        records=Records(store, max_bytes=config.latents.max_bytes),
+        constants=latents.payload["constants"],
+        timesteps=config.timesteps,
+        micro_batch=config.trainer.micro_batch or config.trainer.batch_size,
+        caption_dropout=config.trainer.caption_dropout,
+        unconditional=captions.payload["unconditional"],
+    )
+
+
+def _restore(trainer: Trainer, folder: Path, *, key: str, events: Events) -> tuple[int, int]:
+    """Put the newest sound checkpoint back; returns steps done and samples seen."""
+    latest = checkpoint.latest(folder, train_key=key)
+    for damage in latest.damaged:
+        events.warning(f"checkpoint skipped, {damage}")
+    found = latest.checkpoint
+    if found is None:
+        return 0, 0
+    adapter.load_state_dict(trainer.parameters, found.adapter)
+    checkpoint.restore_optimizer(trainer.optimizer, trainer.parameters, found.optimizer)
+    events.decision("resume", found.step, source="checkpoint", reason="an earlier attempt stopped")
+    return found.step, found.num_samples_seen
+
+
+def _write_adapter(trainer: Trainer, claim: Claim) -> None:
+    """The trained adapter, float32, under PEFT's keys; an untouched one is refused."""
+    state = adapter.state_dict(trainer.denoiser)
+    if adapter.is_untrained(state):
+        why = "every B is zero after training: the adapter would change nothing"
+        raise StateRefused(Problem(f"run {claim.folder.name}", why, remedy="raise optimizer.lr"))
+    data = tensors.encode(to_stored(state), metadata={"train_key": claim.key})
+    files.write_bytes(claim.folder / ADAPTER_FILE, data)

@@ -1,0 +1,91 @@
+"""One optimizer step: forward, backward, clip, gate, update (design 6)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lib import shapes
+from lib.batches import Batch, StepBatches
+from lib.family import Family
+from lib.objectives import group_loss, per_sample_loss
+from lib.random import seed64
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step reports; `finite` False means that the update was skipped on the device."""
+
+    loss: float
+    grad_norm: float
+    finite: bool
+
+
+@dataclass
+class Trainer:
+    """The denoiser with its adapter, the optimizer, and how a step computes."""
+
+    family: Family
+    denoiser: Any
+    parameters: Mapping[str, torch.nn.Parameter]
+    optimizer: torch.optim.AdamW
+    device: torch.device
+    autocast_dtype: torch.dtype | None
+    max_grad_norm: float
+    seed: int
+    dropout: float
+    guidance: float = 1.0
+
+    def step(self, group: StepBatches, *, rate: float) -> StepResult:
+        """Gradients over all micro-batches, one update; raises nothing on a non-finite loss."""
+        self.optimizer.zero_grad(set_to_none=True)
+        for param_group in self.optimizer.param_groups:
+            param_group["lr"].fill_(rate)
+        total_weight = sum(float(batch.weights.sum()) for batch in group.batches)
+        loss = torch.zeros((), device=self.device)
+        for number, batch in enumerate(group.batches):
+            self._seed_dropout(group.step, number)
+            share = self._loss(batch.to(self.device), total_weight)
+            share.backward()
+            loss += share.detach()
+        norm = self._clip()
+        finite = torch.isfinite(loss) & torch.isfinite(norm)
+        # The fused kernel reads found_inf on the device: no weight moves on a non-finite step.
+        self.optimizer.found_inf = (~finite).float()  # type: ignore[attr-defined]
+        self.optimizer.grad_scale = None  # type: ignore[attr-defined]
+        self.optimizer.step()
+        return StepResult(loss=float(loss), grad_norm=float(norm), finite=bool(finite))
+
+    def _loss(self, batch: Batch, total_weight: float) -> shapes.Scalar:
+        with self._autocast():
+            prediction = self.family.predict(
+                self.denoiser,
+                batch.noisy,
+                batch.level,
+                conditioning=batch.conditioning,
+                guidance=self.guidance,
+            )
+        losses = per_sample_loss(prediction, batch.target)
+        return group_loss(losses, batch.weights, total_weight=total_weight)
+
+    def _clip(self) -> shapes.Scalar:
+        """The norm before clipping; `max_grad_norm` 0 only measures."""
+        limit = self.max_grad_norm or float("inf")
+        return torch.nn.utils.clip_grad_norm_(list(self.parameters.values()), limit)
+
+    def _autocast(self) -> Any:
+        if self.autocast_dtype is None:
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=self.autocast_dtype)
+
+    def _seed_dropout(self, step: int, micro: int) -> None:
+        """Dropout draws with torch's own generator: seeded per micro-batch, so a resume repeats it."""
+        if self.dropout > 0:
+            name = f"micro-batch {micro}"
+            torch.manual_seed(
+                seed64(seed=self.seed, stream="adapter_dropout", counter=step, sample_id=name)
+            )

@@ -1,0 +1,11 @@
+"""Shapes are executed in tests: the hook must be installed before anything imports `lib`."""
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
+
+from jaxtyping import install_import_hook
+
+install_import_hook("lib", "beartype.beartype")
