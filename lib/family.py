@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from lib import shapes
 
@@ -70,6 +70,7 @@ class Facts:
     noise: NoiseProcess
 
 
+@runtime_checkable
 class Family(Protocol):
     """Functions of one module in `lib.families`."""
 
@@ -137,5 +138,5 @@ class Family(Protocol):
     def sampling_sigmas(
         self, steps: int, *, latent_size: tuple[int, int], scheduler: Mapping[str, Any]
     ) -> np.ndarray:
-        """The sampling schedule of the family's pipeline: float32, descending, without the last 0."""
+        """The schedule of the family's pipeline: float32, descending, without the last 0."""
         ...

@@ -59,7 +59,7 @@ def prove_diffusers_file(
     facts: Facts,
     dtype: str,
 ) -> None:
-    """Read the file with diffusers' own reader; every tensor and the alpha must be what was trained."""
+    """Read with diffusers' own reader: every tensor and the alpha as trained, or ValueError."""
     import diffusers
 
     pipeline = getattr(diffusers, facts.pipelines[0])

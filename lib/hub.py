@@ -15,6 +15,7 @@ from lib.errors import InputRefused, Problem
 from lib.family import Facts, Family
 from lib.keys import Key, digest
 from lib.memory import Memory
+from lib.quiet import without_library_bars
 from lib.recipes import component_identity
 from lib.schema import TINY, FamilyConfig
 
@@ -132,7 +133,7 @@ class UnbuiltTiny(Base):
         """Save it once, under its recipe's digest; another process may be first."""
         if not self.root.exists():
             files.make_folder(self.root.parent)
-            with files.staged_folder(self.root) as folder:
+            with files.staged_folder(self.root) as folder, without_library_bars():
                 self._family.build_tiny(folder)
         return Base(TINY, root=self.root, name=self.name, memory=self.memory)
 
@@ -157,6 +158,11 @@ def open_base(config: FamilyConfig, *, family: Family, store: Path, memory: Memo
     snapshot = hub_download.index(config.base, revision=config.revision)
     name = f"hub:{config.base}@{snapshot.name}"
     return Base(config.base, root=snapshot, name=name, memory=memory)
+
+
+def on_hub(base: str) -> bool:
+    """Whether `family.base` can only be a Hub id."""
+    return base != TINY and not Path(base).expanduser().is_dir() and not _looks_like_path(base)
 
 
 def base_problems(base: Base, *, family: Family, others: Mapping[str, Facts]) -> Iterator[Problem]:

@@ -42,7 +42,7 @@ def component(repo: str, commit: str, *, component: str) -> Path:
 
 
 def listing(repo: str, commit: str, *, component: str) -> Listing:
-    """Digests from the commit's listing, which names large files by SHA-256; small ones are read."""
+    """Digests: the commit's listing names large files by SHA-256; small ones are read."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HTTPError, OfflineModeIsEnabled
 

@@ -13,7 +13,7 @@ CHUNK_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Key:
-    """A digest and the inputs it was made of; `inputs` lies beside the artifact so that plan can explain."""
+    """A digest and its inputs, which lie beside the artifact so that plan can explain."""
 
     digest: str
     inputs: Mapping[str, Any]
@@ -59,7 +59,7 @@ def digest(value: Any) -> str:
 
 
 def make_key(kind: str, **inputs: Any) -> Key:
-    """The key of one `kind` of artifact; field names take part, so no two boundaries can collide."""
+    """The key of one `kind` of artifact; field names take part: no two boundaries collide."""
     plain = _canonical(inputs)
     return Key(digest=digest({"kind": kind, "inputs": plain}), inputs=plain)
 

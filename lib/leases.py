@@ -101,11 +101,11 @@ def clear_dead(store: Store, *, now: float) -> tuple[Path, ...]:
 
 
 def temporaries(store: Store) -> Iterator[Path]:
-    """The temporary files of writers, alive or dead; quarantine is left alone."""
+    """The temporary files and folders of writers, alive or dead; quarantine is left alone."""
     for folder, folders, names in os.walk(store.root):
-        if Path(folder) == store.root and "quarantine" in folders:
-            folders.remove("quarantine")
-        yield from (Path(folder, name) for name in names if name.startswith(files.TEMP_PREFIX))
+        of_writers = [name for name in (*folders, *names) if name.startswith(files.TEMP_PREFIX)]
+        yield from (Path(folder, name) for name in of_writers)
+        folders[:] = [name for name in folders if name not in (*of_writers, "quarantine")]
 
 
 def read_records(folder: Path) -> Iterator[Record]:

@@ -30,7 +30,7 @@ class NoiseProcess(Protocol):
 
 
 class Flow:
-    """Rectified flow (arXiv:2209.03003): a straight line from latents (sigma 0) to noise (sigma 1)."""
+    """Rectified flow (arXiv:2209.03003): straight from latents (sigma 0) to noise (sigma 1)."""
 
     name = "flow-velocity"
 

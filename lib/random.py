@@ -1,4 +1,4 @@
-"""Every draw: a pure function of (seed, stream, counter, sample id), on the CPU, in float32 (design 5).
+"""Every draw: a pure function of (seed, stream, counter, sample id), on the CPU (design 5).
 
 Bits come from Philox (Salmon et al. 2011), keyed by the first 128 bits of the SHA-256 of the
 canonical tuple: torch's CPU generator keeps only 32 bits of a seed and collides.

@@ -13,7 +13,7 @@ EXPORT_VERSION = 1
 
 
 def manifest_key(samples: Sequence[Mapping[str, Any]]) -> Key:
-    """The data set: names, image keys, sizes after EXIF, captions, repeats, and the decode recipe."""
+    """The data set: names, image keys, upright sizes, captions, repeats; the decode recipe."""
     return make_key("manifest", samples=samples, decode=RECIPE, split=None)
 
 
@@ -61,7 +61,7 @@ def caption_key(
 def latent_key(
     image_key: str, geometry: Geometry, *, autoencoder: str, dtype: str, routine: str
 ) -> Key:
-    """One picture's posterior in one geometry; the routine is shared by families that encode alike."""
+    """One picture's posterior in one geometry; families that encode alike share the routine."""
     return make_key(
         "latent",
         image=image_key,

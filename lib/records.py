@@ -46,11 +46,11 @@ def num_bytes(shapes: Mapping[str, tuple[int, ...]], *, dtype: str) -> int:
 
 
 def _stored(tensor: torch.Tensor) -> Tensor:
-    compact = tensor.detach().cpu().contiguous()
-    data = compact.view(torch.uint8) if compact.ndim else compact.reshape(1).view(torch.uint8)
-    return Tensor(_NAMES[tensor.dtype], tuple(tensor.shape), data.numpy().tobytes())
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    data = flat.view(torch.uint8).numpy().tobytes()
+    return Tensor(_NAMES[tensor.dtype], tuple(tensor.shape), data)
 
 
 def _loaded(tensor: Tensor) -> torch.Tensor:
-    flat = torch.frombuffer(bytearray(tensor.data), dtype=torch.uint8)
+    flat = torch.from_numpy(np.frombuffer(tensor.data, dtype=np.uint8).copy())
     return flat.view(_TORCH[tensor.dtype]).reshape(tensor.shape)

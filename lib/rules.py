@@ -32,7 +32,7 @@ class Rule:
 
 def _number(setting: str, low: float, high: float, remedy: str = "") -> Rule:
     allowed = f"{low:g} to {high:g}"
-    return Rule(setting, lambda v: math.isfinite(v) and low <= v <= high, allowed, remedy)
+    return Rule(setting, lambda v: low <= v <= high, allowed, remedy)
 
 
 def _above(setting: str, low: float, remedy: str = "") -> Rule:
@@ -60,7 +60,6 @@ RULES: tuple[Rule, ...] = (
     _number("latents.max_bytes", 0, 2**50),
     _number("encode.batch_size", 1, 1024),
     _number("adapter.rank", 1, 320),
-    _above("adapter.alpha", 0),
     Rule("adapter.targets", lambda v: len(v) > 0 and all(v), "at least one module name"),
     Rule("adapter.dropout", lambda v: 0 <= v < 1, "0 to below 1"),
     _choice("timesteps.density", "logit_normal", "uniform"),
@@ -109,6 +108,7 @@ def problems_of(config: Config) -> Iterator[Problem]:
         if not rule.holds(value):
             yield Problem(f"{rule.setting}={value}", "out of range", rule.allowed, rule.remedy)
     yield from _length_rules(config)
+    yield from _alpha_rule(config)
     yield from _batch_rules(config)
     yield from _no_effect(config)
     yield from _path_rules(config)
@@ -135,10 +135,17 @@ def _length_rules(config: Config) -> Iterator[Problem]:
         )
 
 
+def _alpha_rule(config: Config) -> Iterator[Problem]:
+    """An alpha that merely follows a refused rank is not a second mistake."""
+    rank, alpha = config.adapter.rank, config.adapter.alpha
+    if not (math.isfinite(alpha) and alpha > 0) and alpha != rank:
+        yield Problem(f"adapter.alpha={alpha}", "out of range", "above 0")
+
+
 def _batch_rules(config: Config) -> Iterator[Problem]:
     batch, micro = config.trainer.batch_size, config.trainer.micro_batch
     if micro is not None and micro > 0 and batch % micro:
-        divisors = ", ".join(str(n) for n in range(1, batch + 1) if batch % n == 0)
+        divisors = ", ".join(str(n) for n in range(1, min(batch, 64) + 1) if batch % n == 0)
         yield Problem(
             f"trainer.micro_batch={micro}",
             f"does not divide trainer.batch_size={batch}",

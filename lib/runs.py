@@ -1,4 +1,4 @@
-"""The run registry: one record per train key says which folder holds the run and what became of it."""
+"""The run registry: a record per train key says which folder holds the run, and its state."""
 
 import json
 import platform

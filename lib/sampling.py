@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from lib import shapes
@@ -26,7 +27,7 @@ def euler(
     levels = torch.tensor([*sigmas, 0.0], dtype=torch.float32, device=noise.device)
     latents = noise
     with torch.no_grad():
-        for level, following in zip(levels[:-1], levels[1:], strict=True):
+        for level, following in pairwise(levels):
             sigma = level.expand(latents.shape[0])
             velocity = family.predict(
                 denoiser, latents, sigma, conditioning=conditioning, guidance=guidance

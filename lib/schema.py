@@ -12,7 +12,7 @@ TINY = "tiny"
 
 @dataclass(frozen=True)
 class Preset:
-    """A family's own values; groups take them by interpolation (`optimizer.lr: ${family.preset.lr}`)."""
+    """A family's own values; groups interpolate them (`optimizer.lr: ${family.preset.lr}`)."""
 
     rank: int = 16
     alpha: float = 16.0
@@ -34,7 +34,7 @@ class FamilyConfig:
 
 @dataclass(frozen=True)
 class PrecisionConfig:
-    mode: str = "bf16"
+    mode: str = "fp32"
 
 
 @dataclass(frozen=True)

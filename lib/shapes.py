@@ -42,7 +42,7 @@ else:
     }
 
     def __getattr__(name: str) -> Any:
-        """Make an alias on first use: the one place where naming a shape costs the import of torch."""
+        """Make an alias on first use: only then does naming a shape import torch."""
         import jaxtyping
         import torch
 

@@ -1,4 +1,4 @@
-"""Noise levels for training: our own function, never a scheduler's table (families: "Sigma is ours")."""
+"""Noise levels for training: our own function, never a scheduler's table (design 6)."""
 
 import numpy as np
 

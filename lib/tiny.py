@@ -44,13 +44,14 @@ def clip_tokenizer(*, pad_token: str = "<|endoftext|>") -> Any:
     for piece in (*(letter + suffix for letter in alphabet), "<|startoftext|>", "<|endoftext|>"):
         vocabulary.setdefault(piece, len(vocabulary))
     merges = [tuple(m) if isinstance(m, list) else tuple(m.split(" ")) for m in model["merges"]]
-    return CLIPTokenizer(vocab=vocabulary, merges=merges, pad_token=pad_token, model_max_length=77)
+    options: dict[str, Any] = {"vocab": vocabulary, "merges": merges, "pad_token": pad_token}
+    return CLIPTokenizer(**options, model_max_length=77)
 
 
 def t5_tokenizer(*, model_max_length: int = 512) -> Any:
     """A T5 unigram tokenizer with the hundred sentinel pieces."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-    from transformers import T5TokenizerFast
+    from transformers import T5Tokenizer
 
     tokenizer = Tokenizer(models.Unigram())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -65,7 +66,7 @@ def t5_tokenizer(*, model_max_length: int = 512) -> Any:
     tokenizer.train_from_iterator(CORPUS * 4, trainer)
     pieces = [tuple(piece) for piece in json.loads(tokenizer.to_str())["model"]["vocab"]]
     pieces += [(f"<extra_id_{number}>", 0.0) for number in range(99, -1, -1)]
-    return T5TokenizerFast(vocab=pieces, model_max_length=model_max_length)
+    return T5Tokenizer(vocab=pieces, model_max_length=model_max_length)
 
 
 def clip_text_model(tokenizer: Any, config: Mapping[str, Any]) -> Any:

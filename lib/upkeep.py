@@ -178,7 +178,7 @@ def verify(store: Store, *, threads: int, progress: Callable[[int, int], None]) 
 
 
 def gc(
-    store: Store, *, keep_days: float, now: float, grace_seconds: float, dry_run: bool
+    store: Store, *, keep_days: int | float, now: float, grace_seconds: int | float, dry_run: bool
 ) -> GcReport:
     """Remove what nothing reaches: no run's, no recent and no leased manifest, and no lease.
 

@@ -1,5 +1,6 @@
-"""What all doors share: compose, refuse with one report, run, print, exit code. Light on purpose."""
+"""What all doors share: compose, refuse in one report, run, print, exit code. Kept light."""
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,6 +11,10 @@ from lib.schema import Config
 CHECKOUT = Path(__file__).resolve().parent.parent
 INTERRUPTED = 130
 
+# The libraries' notices are not ours to give; a user who wants them sets the level.
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
+
 Job = Callable[[Config], int]
 
 
@@ -18,10 +23,13 @@ def door(stage: str) -> None:
     main(lambda config: run_stage(stage, config))
 
 
-def main(job: Job, *, arguments: Sequence[str] | None = None) -> None:
-    """Compose the arguments into a configuration, run the job with it, exit with its code."""
+def main(job: Job, *, arguments: Sequence[str] | None = None, opens_base: bool = True) -> None:
+    """Compose the arguments into a configuration, run the job with it, exit with its code.
+
+    `opens_base` False is for jobs that touch neither the base nor the data set.
+    """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
-    sys.exit(guarded(lambda: _main(job, arguments)))
+    sys.exit(guarded(lambda: _main(_checking(job) if opens_base else job, arguments)))
 
 
 def guarded(action: Callable[[], int]) -> int:
@@ -45,20 +53,24 @@ def _main(job: Job, arguments: Sequence[str]) -> int:
 
     flags = [word for word in arguments if word.startswith("-")]
     if not flags:
-        return job(checked(composing.compose(arguments)))
+        return job(composing.compose(arguments))
     if not {"-h", "--help", "--hydra-help", "-m", "--multirun"} & set(flags):
         composing.compose([word for word in arguments if "=" in word and word not in flags])
-    return composing.with_hydra(lambda config: job(checked(config)), arguments)
+    return composing.with_hydra(job, arguments)
 
 
-def checked(config: Config) -> Config:
-    """Refuse what only the family, the base and the data set can show, all of it together."""
-    from lib.pipeline import graph
+def _checking(job: Job) -> Job:
+    """The job, after refusing what only the family, the base and the data set can show."""
 
-    found = list(graph.problems(config))
-    if found:
-        raise InputRefused(found)
-    return config
+    def checked(config: Config) -> int:
+        from lib.pipeline import graph
+
+        found = list(graph.problems(config, online=True))
+        if found:
+            raise InputRefused(found)
+        return job(config)
+
+    return checked
 
 
 def run_stage(stage: str, config: Config) -> int:

@@ -21,7 +21,7 @@ REFUSALS = (HydraException, OmegaConfBaseException)
 
 
 def compose(overrides: Sequence[str]) -> Config:
-    """A valid configuration; refused with Hydra's, the types', the rules' and the files' problems."""
+    """A valid configuration, or one report: Hydra's problems, types, rules and files."""
     try:
         reading = _read(overrides, typed=True)
     except REFUSALS:
@@ -30,7 +30,9 @@ def compose(overrides: Sequence[str]) -> Config:
         from lib.pipeline import graph
 
         refused = {problem.subject.split("=")[0] for problem in reading.problems}
-        more = [p for p in graph.problems(reading.config) if p.subject.split("=")[0] not in refused]
+        # Already refused: look at what lies on this machine, but wait for no network.
+        found = graph.problems(reading.config, online=False)
+        more = [problem for problem in found if problem.subject.split("=")[0] not in refused]
         raise InputRefused([*reading.problems, *more])
     return reading.config
 
@@ -64,7 +66,7 @@ def _read(overrides: Sequence[str], *, typed: bool) -> Reading:
 
 
 def _collect(overrides: Sequence[str]) -> Reading:
-    """Each override by itself, without types; then the good ones together, types and rules by us."""
+    """Each override alone, without types; then the good ones together, types and rules by us."""
     problems, good = [], []
     for override in overrides:
         try:

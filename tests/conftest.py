@@ -8,4 +8,5 @@ os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
 
 from jaxtyping import install_import_hook
 
-install_import_hook("lib", "beartype.beartype")
+# An integer is a float to annotations (PEP 484), and so to the hook.
+install_import_hook("lib", "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))")

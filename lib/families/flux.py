@@ -116,7 +116,7 @@ class TextEncoders:
 
 
 def load_text_encoders(base: Base, *, dtype: torch.dtype, device: Any) -> TextEncoders:
-    from transformers import CLIPTextModel, CLIPTokenizer, T5EncoderModel, T5TokenizerFast
+    from transformers import CLIPTextModel, CLIPTokenizer, T5EncoderModel, T5Tokenizer
 
     def load(model: Any, component: str) -> Any:
         loaded = model.from_pretrained(
@@ -128,7 +128,7 @@ def load_text_encoders(base: Base, *, dtype: torch.dtype, device: Any) -> TextEn
         clip=load(CLIPTextModel, "text_encoder"),
         clip_tokenizer=CLIPTokenizer.from_pretrained(base.folder("tokenizer")),
         t5=load(T5EncoderModel, "text_encoder_2"),
-        t5_tokenizer=T5TokenizerFast.from_pretrained(base.folder("tokenizer_2")),
+        t5_tokenizer=T5Tokenizer.from_pretrained(base.folder("tokenizer_2")),
     )
 
 

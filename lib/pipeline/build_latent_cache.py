@@ -1,4 +1,4 @@
-"""Stage `build_latent_cache`: each picture's variants through the frozen autoencoder, as posteriors."""
+"""Stage `build_latent_cache`: each picture's variants, encoded once, as posteriors."""
 
 import math
 import shutil

@@ -1,4 +1,4 @@
-"""Stage `encode_captions`: each unique text once, through the frozen text encoders, into the store."""
+"""Stage `encode_captions`: each unique text, encoded once, into the store."""
 
 import math
 from collections.abc import Mapping
@@ -64,10 +64,12 @@ def _encode(
 ) -> None:
     from lib.device import freed, pick_device
     from lib.encoding import caption_records, put_record
+    from lib.quiet import without_library_bars
     from lib.records import DTYPES
 
     dtype, failed = DTYPES[_dtype(config)], []
-    loaded = inputs.family.load_text_encoders(inputs.base, dtype=dtype, device=pick_device())
+    with without_library_bars():
+        loaded = inputs.family.load_text_encoders(inputs.base, dtype=dtype, device=pick_device())
     with freed(loaded) as encoders:
         records = caption_records(
             inputs.family,

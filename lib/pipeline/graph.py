@@ -9,7 +9,7 @@ from lib import families
 from lib.errors import InputRefused, Problem, StateRefused
 from lib.events import Events
 from lib.family import Family
-from lib.hub import Base, UnbuiltTiny, base_problems, open_base
+from lib.hub import Base, UnbuiltTiny, base_problems, on_hub, open_base
 from lib.manifest import discover
 from lib.memory import Memory
 from lib.pipeline import build_latent_cache, encode_captions, export, prepare_dataset, train
@@ -43,24 +43,33 @@ def order(target: str) -> list[str]:
     return [*dict.fromkeys(before), target]
 
 
-def problems(config: Config) -> Iterator[Problem]:
-    """What is wrong with the family, its base and the data set, before any weight is read."""
+def problems(config: Config, *, online: bool) -> Iterator[Problem]:
+    """What is wrong with the family, its base and the data set, before any weight is read.
+
+    Without `online` a base on the Hub is not looked at.
+    """
     if config.family.name not in families.names():
         allowed = ", ".join(families.names())
         yield Problem(f"family={config.family.name}", "unknown family", allowed)
         return
     family = families.get(config.family.name)
     yield from _family_rules(config, family)
-    store = Path(config.paths.store).expanduser()
-    try:
-        base = open_base(config.family, family=family, store=store, memory=Memory(store))
-        others = {name: families.get(name).FACTS for name in families.names()}
-        yield from base_problems(base, family=family, others=others)
-    except InputRefused as refused:
-        yield from refused.problems
+    if online or not on_hub(config.family.base):
+        yield from _base_problems(config, family)
     root = Path(config.dataset.root).expanduser()
     if root.is_dir():
         yield from discover(root, instance_prompt=config.dataset.instance_prompt).problems
+
+
+def _base_problems(config: Config, family: Family) -> Iterator[Problem]:
+    store = Path(config.paths.store).expanduser()
+    try:
+        base = open_base(config.family, family=family, store=store, memory=Memory(store))
+    except InputRefused as refused:
+        yield from refused.problems
+        return
+    others = {name: families.get(name).FACTS for name in families.names()}
+    yield from base_problems(base, family=family, others=others)
 
 
 def _family_rules(config: Config, family: Family) -> Iterator[Problem]:

@@ -1,4 +1,4 @@
-"""Stage `prepare_dataset`: a folder of pictures -> samples, unique texts, picture geometry, report."""
+"""Stage `prepare_dataset`: a folder of pictures -> samples, texts, geometries, report."""
 
 import math
 from collections import Counter
@@ -15,7 +15,7 @@ from lib.images import RECIPE, variants
 from lib.keys import digest, make_key
 from lib.manifest import Candidate, Report, Sample, discover, inspect
 from lib.memory import Item, Memory, stat_of
-from lib.pipeline.contract import Inputs, StagePlan
+from lib.pipeline.contract import Inputs, StagePlan, lookup
 from lib.recipes import captions_key, images_key, manifest_key
 from lib.schema import Config
 from lib.store import Manifest, Store
@@ -27,15 +27,17 @@ THREADS = 4
 def plan(config: Config, inputs: Inputs, store: Store) -> StagePlan:
     """The whole work, since it is cheap: hashes are remembered and nothing is encoded."""
     manifest = _prepare(config, inputs, store, Events())
-    hit = store.manifest(STAGE, manifest.key) is not None
-    return StagePlan(STAGE, manifest, hit, total=len(manifest.payload["samples"]))
+    found = lookup(store, manifest) is not None
+    total = len(manifest.payload["samples"])
+    settings = manifest.payload["settings"]
+    return StagePlan(STAGE, manifest, found, total, 0 if found else total, 0, settings)
 
 
 def run(config: Config, inputs: Inputs, store: Store, events: Events) -> Manifest:
     """Check every picture and caption, name all that fails, and publish what is kept."""
     events.phase(STAGE, "start")
     manifest = _prepare(config, inputs, store, events)
-    known = store.manifest(STAGE, manifest.key) is not None
+    known = lookup(store, manifest) is not None
     report = manifest.payload["report"]
     published = store.publish(manifest)
     counts = {"found": report["found"], "kept": report["kept"]}

@@ -1,4 +1,4 @@
-"""Stage `train`: the adapter of one denoiser on the cached records; resumes where it was stopped."""
+"""Stage `train`: one denoiser's adapter on the cached records; resumes where it stopped."""
 
 from dataclasses import asdict
 from pathlib import Path

@@ -83,7 +83,7 @@ class Trainer:
         return torch.autocast(self.device.type, dtype=self.autocast_dtype)
 
     def _seed_dropout(self, step: int, micro: int) -> None:
-        """Dropout draws with torch's own generator: seeded per micro-batch, so a resume repeats it."""
+        """Dropout uses torch's own generator: seeded per micro-batch, so a resume repeats it."""
         if self.dropout > 0:
             name = f"micro-batch {micro}"
             torch.manual_seed(

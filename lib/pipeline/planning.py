@@ -1,0 +1,67 @@
+"""Plans as text: hits, misses with the reason, the bucket table, steps and bytes."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from lib.pipeline.contract import StagePlan
+from lib.store import Store
+
+UNITS = {
+    "prepare_dataset": "pictures",
+    "encode_captions": "captions",
+    "build_latent_cache": "latents",
+    "train": "steps",
+    "export": "files",
+}
+
+
+def plan_lines(plans: Sequence[StagePlan], store: Store) -> Iterator[str]:
+    """One line for each stage, the bucket table after the data set's."""
+    for planned in plans:
+        yield f"{planned.stage:<20} {_verdict(planned, store)}"
+        if planned.stage == "prepare_dataset" and planned.manifest:
+            yield from _bucket_lines(planned.manifest.payload)
+    total = sum(planned.missing_bytes for planned in plans)
+    yield f"{'to write':<20} {total} tensor bytes ({total / 2**20:.1f} MiB)"
+
+
+def reason(planned: StagePlan, store: Store) -> str:
+    """Why a stage misses: which settings or inputs differ from the last time it was made."""
+    earlier = list(store.manifests(planned.stage))
+    if not earlier:
+        return "never made in this store"
+    before = earlier[-1]
+    changes = list(_differences(before.payload.get("settings", {}), planned.settings))
+    if planned.manifest and planned.stage == "train":
+        names = {"manifest": "the data set", "captions": "the caption records"}
+        names |= {"latents": "the latents", "denoiser": "the denoiser"}
+        new = planned.manifest.inputs
+        changes += [
+            f"{text} changed" for name, text in names.items() if before.inputs[name] != new[name]
+        ]
+    return ", ".join(changes) or "its inputs changed"
+
+
+def _verdict(planned: StagePlan, store: Store) -> str:
+    unit = UNITS[planned.stage]
+    if planned.hit:
+        return f"hit   {planned.total} {unit}"
+    if planned.manifest is None:
+        return f"miss  {planned.missing} of {planned.total} {unit} missing: not built yet upstream"
+    why = reason(planned, store)
+    size = f", {planned.missing_bytes} bytes" if planned.missing_bytes else ""
+    return f"miss  {planned.missing} of {planned.total} {unit} missing{size}: {why}"
+
+
+def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    for name in sorted(before.keys() | now.keys()):
+        if before.get(name) != now.get(name):
+            yield f"{name} {before.get(name)} -> {now.get(name)}"
+
+
+def _bucket_lines(prepared: Mapping[str, Any]) -> Iterator[str]:
+    counts = prepared["buckets"]
+    total = sum(counts.values())
+    yield f"{'  bucket (h x w)':<20} pictures  share"
+    for name, count in counts.items():
+        yield f"  {name:<18} {count:>8}  {count / total:.0%}"

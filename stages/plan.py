@@ -1,0 +1,18 @@
+"""What would run, what is a hit and why not: stages, steps, buckets, bytes. Makes nothing."""
+
+from lib.schema import Config
+from stages import main
+
+
+def show_plan(config: Config) -> int:
+    """Print the plan of everything up to `export`."""
+    from lib.pipeline import graph
+    from lib.pipeline.planning import plan_lines
+
+    plans = graph.plan("export", config)
+    print("\n".join(plan_lines(plans, graph.open_inputs(config).store)))
+    return 0
+
+
+if __name__ == "__main__":
+    main(show_plan)

@@ -1,0 +1,328 @@
+"""Verify finds what is wrong; gc removes what nothing reaches, and nothing else."""
+
+import json
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lib import upkeep
+from lib.errors import StateRefused
+from lib.files import TEMP_PREFIX
+from lib.keys import digest
+from lib.leases import lease
+from lib.store import EntryRef, Manifest, Store
+from lib.tensors import Tensor
+from lib.upkeep import KindStats, check_entries, gc, stats, verify
+
+NOW = 2_000_000_000.0
+DAY = 86_400
+OLD = NOW - 100 * DAY
+
+
+@pytest.fixture(autouse=True)
+def unsynced(monkeypatch) -> None:
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+
+
+@pytest.fixture
+def store(tmp_path) -> Store:
+    return Store(tmp_path / "store")
+
+
+def put(store: Store, name: object, *, kind: str = "latents", when: float = OLD) -> EntryRef:
+    data = np.full(8, 0.5, "<f4").tobytes()
+    tensors = {"mean": Tensor("F32", (8,), data)}
+    ref = store.put(kind, digest(name), tensors, metadata={}, inputs={})
+    os.utime(store.entry_path(kind, ref.key), (when, when))
+    return ref
+
+
+def publish(store: Store, name: object, *refs: EntryRef, when: float = OLD) -> Manifest:
+    manifest = store.publish(Manifest("cache", digest(name), {}, {"train": refs}, {}))
+    os.utime(store.manifest_path("cache", manifest.key), (when, when))
+    return manifest
+
+
+def record_run(store: Store, folder: Path, *names: object) -> None:
+    path = store.root / "runs" / f"{digest(str(folder))}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    manifests = [["cache", digest(name)] for name in names]
+    path.write_text(json.dumps({"folder": str(folder), "manifests": manifests}))
+
+
+def collect(store: Store, *, keep_days=14, grace_seconds=0.0, dry_run=False) -> upkeep.GcReport:
+    return gc(store, keep_days=keep_days, now=NOW, grace_seconds=grace_seconds, dry_run=dry_run)
+
+
+def check(store: Store) -> upkeep.VerifyReport:
+    return verify(store, threads=2, progress=lambda done, total: None)
+
+
+def there(store: Store, *refs: EntryRef) -> list[bool]:
+    return [store.size_bytes(ref.kind, ref.key) is not None for ref in refs]
+
+
+def test_verify_finds_nothing_in_a_sound_store_and_tells_progress(store):
+    refs = [put(store, number) for number in range(5)]
+    publish(store, "m", *refs)
+    seen = []
+    report = verify(store, threads=2, progress=lambda done, total: seen.append((done, total)))
+    assert report == upkeep.VerifyReport(checked=6, damaged=(), missing=(), stray=())
+    assert seen == [(done, 5) for done in range(1, 6)]
+
+
+def test_verify_finds_all_planted_damage_at_once(store):
+    refs = [put(store, number) for number in range(6)]
+    publish(store, "m", *refs), publish(store, "n", refs[0])
+    paths = [store.entry_path("latents", ref.key) for ref in refs]
+    flipped = bytearray(paths[0].read_bytes())
+    flipped[-1] ^= 1
+    paths[0].write_bytes(flipped)
+    paths[1].write_bytes(paths[1].read_bytes()[:-1])
+    paths[2].unlink()
+    paths[3].unlink()
+    paths[3].mkdir()
+    store.manifest_path("cache", digest("n")).write_text("{}")
+    strays = [paths[4].with_name("notes.txt"), store.root / "latents" / "thumbs"]
+    strays += [store.root / "manifests" / "cache" / "readme"]
+    for path in strays:
+        path.write_text("stray")
+    paths[4].with_name(f"{TEMP_PREFIX}1-x").write_text("a writer's")
+    report = check(store)
+    assert {found.path for found in report.damaged} == {
+        *(paths[number] for number in (0, 1, 3)),
+        store.manifest_path("cache", digest("n")),
+    }
+    assert all(found.why for found in report.damaged)
+    assert {found.ref for found in report.missing} == {refs[number] for number in (1, 2, 3)}
+    assert {found.manifest for found in report.missing} == {
+        store.manifest_path("cache", digest("m"))
+    }
+    assert set(report.stray) == set(strays)
+
+
+def test_an_entry_that_gc_removes_during_verify_is_no_damage(store, monkeypatch):
+    ref, real = put(store, "collected"), Store.get
+    put(store, "kept")
+
+    def get(self, kind, key):
+        if key == ref.key:
+            store.entry_path(kind, key).unlink()
+        return real(self, kind, key)
+
+    monkeypatch.setattr(Store, "get", get)
+    assert check(store).damaged == ()
+
+
+def test_checking_entries_names_absent_and_resized_ones_in_order(store):
+    refs = [put(store, number) for number in range(4)]
+    store.entry_path("latents", refs[1].key).unlink()
+    wrong = EntryRef("latents", refs[3].key, refs[3].size_bytes + 1)
+    found = check_entries(store, [*refs[:3], wrong], threads=2, progress=lambda done, total: None)
+    assert [damage.key for damage in found] == [refs[1].key, refs[3].key]
+
+
+def test_other_folders_of_the_store_are_neither_checked_nor_collected(store):
+    put(store, 0, when=NOW)
+    other = store.root / "bases" / digest("tiny") / "model.safetensors"
+    other.parent.mkdir(parents=True)
+    other.write_text("a base")
+    os.utime(other, (1, 1))
+    assert check(store).checked == 1
+    assert check(store).stray == ()
+    collect(store, keep_days=0)
+    assert other.exists()
+
+
+def test_gc_keeps_what_runs_recent_manifests_and_leases_reach_and_removes_the_rest(store, tmp_path):
+    names = ("run", "recent", "leased", "expired", "gone run", "leased manifest")
+    refs = {name: put(store, name) for name in names}
+    shared, orphan = put(store, "shared"), put(store, "orphan")
+    for name in names:
+        if name != "leased":
+            publish(store, f"m {name}", refs[name], shared)
+    os.utime(store.manifest_path("cache", digest("m recent")), (NOW - 13 * DAY,) * 2)
+    record_run(store, tmp_path, "m run", "never published")
+    record_run(store, tmp_path / "deleted", "m gone run")
+    with lease(store, [refs["leased"].key, digest("m leased manifest")]):
+        planned = collect(store, dry_run=True)
+        assert all(there(store, *refs.values(), shared, orphan))
+        report = collect(store)
+    kept = ("run", "recent", "leased", "leased manifest")
+    assert [name for name in names if there(store, refs[name]) == [True]] == [
+        name for name in names if name in kept
+    ]
+    assert there(store, shared, orphan) == [True, False]
+    removed = [
+        *(store.manifest_path("cache", digest(f"m {name}")) for name in ("expired", "gone run"))
+    ]
+    removed += [store.entry_path("latents", refs[name].key) for name in ("expired", "gone run")]
+    assert set(report.removed) == {*removed, store.entry_path("latents", orphan.key)}
+    assert set(planned.removed) == set(report.removed)
+    assert (planned.freed_bytes, planned.kept) == (report.freed_bytes, report.kept)
+    assert report.kept == 5
+    assert report.freed_bytes > 3 * orphan.size_bytes
+    assert check(store).missing == ()
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    manifests=st.lists(
+        st.tuples(st.sets(st.integers(0, 7)), st.integers(0, 30), st.booleans()), max_size=5
+    ),
+    leased=st.sets(st.integers(0, 7), max_size=2),
+)
+def test_gc_removes_exactly_what_nothing_reaches(manifests, leased, tmp_path_factory):
+    root = tmp_path_factory.mktemp("gc")
+    store, reached = Store(root / "store"), set(leased)
+    refs = [put(store, number) for number in range(8)]
+    for number, (entries, age_days, has_run) in enumerate(manifests):
+        publish(store, f"m{number}", *(refs[e] for e in entries), when=NOW - age_days * DAY)
+        if has_run:
+            record_run(store, root, *(f"m{n}" for n in range(number + 1) if manifests[n][2]))
+        reached |= entries if has_run or age_days <= 14 else set()
+    with lease(store, [refs[number].key for number in leased]):
+        collect(store)
+        assert {n for n in range(8) if there(store, refs[n]) == [True]} == reached
+        assert collect(store).removed == ()
+    assert check(store).missing == ()
+
+
+def test_gc_spares_entries_younger_than_its_grace(store, monkeypatch):
+    waited = []
+    monkeypatch.setattr(time, "sleep", waited.append)
+    young, old = put(store, "young", when=NOW - 59), put(store, "old", when=NOW - 61)
+    collect(store, grace_seconds=60)
+    assert there(store, young, old) == [True, False]
+    assert waited == [60]
+
+
+@pytest.mark.parametrize("how", ["lease", "touch", "run", "publish"])
+def test_gc_sees_what_is_claimed_during_its_grace(store, tmp_path, monkeypatch, how):
+    ref = put(store, "wanted")
+    if how != "publish":
+        publish(store, "m", ref)
+    claims = []
+
+    def claim(seconds):
+        if how == "lease":
+            claims.append(lease(store, [ref.key]))
+            claims[0].__enter__()
+        elif how == "touch":
+            store.touch("cache", digest("m"))
+        elif how == "run":
+            record_run(store, tmp_path, "m")
+        else:
+            publish(store, "m", ref, when=NOW)
+
+    monkeypatch.setattr(time, "sleep", claim)
+    os.utime(store.root, (1, 1))
+    gc(store, keep_days=14, now=time.time() + DAY, grace_seconds=60, dry_run=False)
+    assert there(store, ref) == [True]
+    for one in claims:
+        one.__exit__(None, None, None)
+
+
+def test_gc_asks_again_before_each_batch(store, monkeypatch):
+    refs = [put(store, number) for number in range(6)]
+    monkeypatch.setattr(upkeep, "BATCH", 2)
+    removed, real, claims = [], upkeep.files.remove, []
+
+    def remove(path):
+        removed.append(path)
+        real(path)
+        if len(removed) == 2:
+            claims.append(lease(store, [ref.key for ref in refs]))
+            claims[0].__enter__()
+
+    monkeypatch.setattr(upkeep.files, "remove", remove)
+    report = collect(store)
+    assert len(report.removed) == 2
+    assert sum(there(store, *refs)) == 4
+    claims[0].__exit__(None, None, None)
+
+
+@pytest.mark.parametrize("what", ["manifest", "run", "run without manifests", "lease"])
+def test_gc_removes_nothing_while_a_record_in_use_is_damaged(store, tmp_path, what):
+    ref, orphan = put(store, "wanted"), put(store, "orphan")
+    publish(store, "m", ref)
+    record_run(store, tmp_path, "m")
+    path = {
+        "manifest": store.manifest_path("cache", digest("m")),
+        "lease": store.root / "leases" / "x.json",
+    }.get(what, next((store.root / "runs").iterdir()))
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps({"folder": str(tmp_path)}) if "without" in what else "{")
+    with pytest.raises(StateRefused, match=path.name):
+        collect(store)
+    assert there(store, ref, orphan) == [True, True]
+
+
+def test_an_expired_manifest_may_be_damaged_and_goes(store):
+    publish(store, "m")
+    path = store.manifest_path("cache", digest("m"))
+    path.write_text("{")
+    os.utime(path, (OLD, OLD))
+    assert collect(store).removed == (path,)
+
+
+def test_gc_clears_litter_and_leaves_live_writers_and_quarantine_alone(store):
+    folder = store.root / "latents" / "ab"
+    folder.mkdir(parents=True)
+    (store.root / "quarantine").mkdir()
+    stale, fresh = folder / f"{TEMP_PREFIX}1-a", folder / f"{TEMP_PREFIX}1-b"
+    staged = folder / f"{TEMP_PREFIX}1-folder"
+    staged.mkdir()
+    (staged / "inside").write_text("staged")
+    kept = [fresh, store.root / "quarantine" / f"{TEMP_PREFIX}1-c"]
+    kept += [store.root / "quarantine" / "latents-x-1.safetensors"]
+    for path in (stale, *kept):
+        path.write_text("x")
+        os.utime(path, (OLD, OLD))
+    os.utime(staged, (OLD, OLD))
+    os.utime(fresh, (NOW - DAY + 60,) * 2)
+    with lease(store, []):
+        (path,) = (store.root / "leases").iterdir()
+        dead = path.with_name("dead.json")
+        dead.write_text(json.dumps({**json.loads(path.read_bytes()), "started": "before"}))
+        assert collect(store, dry_run=True).removed != ()
+        assert all(path.exists() for path in (stale, staged, dead))
+        report = collect(store)
+        assert path.exists()
+    assert set(report.removed) == {stale, staged, dead}
+    assert not any(path.exists() for path in (stale, staged, dead))
+    assert all(path.exists() for path in kept)
+
+
+def test_gc_follows_no_link_out_of_the_store(store, tmp_path):
+    outside = Store(tmp_path / "outside")
+    ref = put(outside, "mine")
+    store.root.mkdir()
+    (store.root / "latents").symlink_to(outside.root / "latents")
+    (store.root / "captions").mkdir()
+    (store.root / "captions" / ref.key[:2]).symlink_to(outside.root / "latents" / ref.key[:2])
+    assert collect(store, keep_days=0).removed == ()
+    assert outside.get("latents", ref.key)
+
+
+def test_stats_count_and_size_by_kind_and_stage(store):
+    refs = [put(store, number) for number in range(3)]
+    one = put(store, 0, kind="captions")
+    publish(store, "m", *refs), publish(store, "n", one)
+    found = stats(store)
+    assert found.kinds == {
+        "captions": KindStats(1, one.size_bytes),
+        "latents": KindStats(3, sum(ref.size_bytes for ref in refs)),
+    }
+    assert found.manifests == {"cache": 2}
+
+
+def test_an_empty_or_absent_store_is_sound(store):
+    assert check(store) == upkeep.VerifyReport(0, (), (), ())
+    assert collect(store) == upkeep.GcReport((), 0, 0)
+    assert stats(store).kinds == {}
