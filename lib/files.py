@@ -10,9 +10,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock
+
 from lib.errors import DarkroomError, Problem
 
 TEMP_PREFIX = ".tmp-"
+LOCK_SECONDS = 60
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -91,6 +94,20 @@ def move(source: Path, target: Path) -> None:
         os.rename(source, target)
         sync_folder(target.parent)
         sync_folder(source.parent)
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold a lock file, alone among processes and threads; a dead holder's is free."""
+    make_folder(path.parent)
+    # Holders need milliseconds; a lock that does not come in a minute is a broken disk.
+    lock = FileLock(path, timeout=LOCK_SECONDS)
+    with storing(path):
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def touch(path: Path) -> None:

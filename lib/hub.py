@@ -101,10 +101,13 @@ class Base:
         if not listed and not _is_configuration_only(name):
             raise _missing(self, name, "*.safetensors")
         paths = {file: self.root / name / file for file in listed}
-        return {
-            file: self.memory.digest_of(path, name=f"file:{path.resolve()}")
-            for file, path in paths.items()
-        }
+        return {file: self._digest(name, path) for file, path in paths.items()}
+
+    def _digest(self, component: str, path: Path) -> str:
+        try:
+            return self.memory.digest_of(path, name=f"file:{path.resolve()}")
+        except FileNotFoundError as error:
+            raise _missing(self, component, path.name) from error
 
     def _remember(self, name: str, path: Path, component: Component) -> None:
         value = {

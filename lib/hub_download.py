@@ -57,6 +57,10 @@ def listing(repo: str, commit: str, *, component: str) -> Listing:
             large = {path.name: file_digest(path) for path in cached}
     folder = root / component
     wanted = weight_files(folder) or [name for name in PLAIN_WEIGHTS if name in large]
+    absent = [name for name in wanted if name not in large and not (folder / name).is_file()]
+    if absent:
+        why = f"{component}/{absent[0]} is not cached and the Hub cannot be reached"
+        raise InputRefused(Problem(f"family.base={repo}", why, remedy="connect once"))
     digests = {name: large.get(name) or file_digest(folder / name) for name in wanted}
     return Listing(folder=root, digests=digests)
 

@@ -6,7 +6,7 @@ import platform
 import time
 import uuid
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,11 +69,20 @@ def lease(store: Store, keys: Iterable[object]) -> Iterator[None]:
     path = store.root / "leases" / f"{uuid.uuid4()}.json"
     who = {"pid": owner.pid, "host": owner.host, "started": owner.started}
     held = sorted(set(map(str, keys)))
-    files.write_json(path, {**who, "time": time.time(), "keys": held})
+    with changing(store):
+        files.write_json(path, {**who, "time": time.time(), "keys": held})
     try:
         yield
     finally:
         files.remove(path)
+
+
+def changing(store: Store) -> AbstractContextManager[None]:
+    """The lock under which a lease is published, and gc reads leases and removes a batch.
+
+    Without it a lease could come between the two, and its holder lose what it has just found.
+    """
+    return files.locked(store.root / "leases" / ".lock")
 
 
 def leases(store: Store) -> tuple[Lease, ...]:

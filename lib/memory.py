@@ -10,13 +10,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock
-
 from lib import files
 from lib.keys import file_digest
 
 RACY_NS = 2_000_000_000
-LOCK_SECONDS = 60
 _STAT_TYPES = {"size": int, "mtime_ns": int, "ctime_ns": int, "inode": int, "host": str}
 _TYPES = {**_STAT_TYPES, "racy": bool, "value": dict}
 
@@ -103,15 +100,8 @@ class Memory:
         return self.folder / f"{hashlib.sha256(name.encode()).hexdigest()[:2]}.json"
 
     def _merge(self, shard_path: Path, records: Records) -> None:
-        files.make_folder(self.folder)
-        # Whoever holds it does so for milliseconds; a lock that never comes is a broken disk.
-        lock = FileLock(shard_path.with_suffix(".lock"), timeout=LOCK_SECONDS)
-        with files.storing(shard_path):
-            lock.acquire()
-        try:
+        with files.locked(shard_path.with_suffix(".lock")):
             files.write_json(shard_path, {**self._records(shard_path), **records})
-        finally:
-            lock.release()
 
     def _records(self, shard_path: Path) -> Records:
         """A shard's records, read again only when its file is another."""

@@ -52,5 +52,6 @@ def _stored(tensor: torch.Tensor) -> Tensor:
 
 
 def _loaded(tensor: Tensor) -> torch.Tensor:
-    flat = torch.from_numpy(np.frombuffer(tensor.data, dtype=np.uint8).copy())
-    return flat.view(_TORCH[tensor.dtype]).reshape(tensor.shape)
+    loaded = torch.empty(tensor.shape, dtype=_TORCH[tensor.dtype])
+    loaded.reshape(-1).view(torch.uint8).numpy()[:] = np.frombuffer(tensor.data, dtype=np.uint8)
+    return loaded

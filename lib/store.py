@@ -129,10 +129,11 @@ class Store:
 
     def check(self, ref: EntryRef) -> None:
         """Verify that the entry is whole and of the listed size; raises Damaged."""
-        self.get(ref.kind, ref.key)
-        if (size := self.size_bytes(ref.kind, ref.key)) != ref.size_bytes:
+        size = self.size_bytes(ref.kind, ref.key)
+        if size not in (None, ref.size_bytes):
             path = self.entry_path(ref.kind, ref.key)
             raise Damaged(ref.kind, ref.key, path, f"{size} bytes, listed with {ref.size_bytes}")
+        self.get(ref.kind, ref.key)
 
     def quarantine(self, kind: str, key: str) -> Path:
         """Move a damaged entry or manifest (its kind as in Damaged) aside; returns where."""

@@ -1,6 +1,6 @@
 """Tokenizers and encoders for tiny bases: real classes, random weights, vocabularies made here."""
 
-import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,58 +15,46 @@ CORPUS = (
 
 def clip_tokenizer(*, pad_token: str = "<|endoftext|>") -> Any:
     """A CLIP byte-pair tokenizer; the end token has the highest id, since pooling looks for it."""
-    from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
+    from tokenizers import pre_tokenizers
     from transformers import CLIPTokenizer
 
     suffix = "</w>"
-    words = Regex(r"'s|'t|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+")
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(end_of_word_suffix=suffix))
-    tokenizer.normalizer = normalizers.Lowercase()
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(words, behavior="removed", invert=True),
-            pre_tokenizers.ByteLevel(add_prefix_space=False),
-        ]
-    )
-    trainer = trainers.BpeTrainer(
-        vocab_size=1000,
-        min_frequency=1,
-        special_tokens=["!"],
-        initial_alphabet=alphabet,
-        show_progress=False,
-        end_of_word_suffix=suffix,
-    )
-    tokenizer.train_from_iterator(CORPUS * 4, trainer)
-    model = json.loads(tokenizer.to_str())["model"]
-    vocabulary: dict[str, int] = model["vocab"]
     # Every byte must exist as the last piece of a word too, or unseen words lose letters.
-    for piece in (*(letter + suffix for letter in alphabet), "<|startoftext|>", "<|endoftext|>"):
-        vocabulary.setdefault(piece, len(vocabulary))
-    merges = [tuple(m) if isinstance(m, list) else tuple(m.split(" ")) for m in model["merges"]]
-    options: dict[str, Any] = {"vocab": vocabulary, "merges": merges, "pad_token": pad_token}
-    return CLIPTokenizer(**options, model_max_length=77)
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = [
+        (word[:end], word[end] + suffix * (end == len(word) - 1))
+        for word in _words()
+        for end in range(1, len(word))
+    ]
+    merges = list(dict.fromkeys(merges))
+    pieces = [
+        *letters,
+        *(letter + suffix for letter in letters),
+        *("".join(merge) for merge in merges),
+        "<|startoftext|>",
+        "<|endoftext|>",
+    ]
+    vocabulary = {piece: number for number, piece in enumerate(dict.fromkeys(pieces))}
+    return CLIPTokenizer(vocab=vocabulary, merges=merges, pad_token=pad_token, model_max_length=77)
 
 
 def t5_tokenizer(*, model_max_length: int = 512) -> Any:
     """A T5 unigram tokenizer with the hundred sentinel pieces."""
-    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-    from transformers import T5Tokenizer
+    from transformers import T5TokenizerFast
 
-    tokenizer = Tokenizer(models.Unigram())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace()]
-    )
-    trainer = trainers.UnigramTrainer(
-        vocab_size=200,
-        special_tokens=["<pad>", "</s>", "<unk>"],
-        unk_token="<unk>",
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(CORPUS * 4, trainer)
-    pieces = [tuple(piece) for piece in json.loads(tokenizer.to_str())["model"]["vocab"]]
+    start = "\u2581"
+    words = [start + word for word in _words()]
+    letters = sorted({letter for text in CORPUS for letter in text if letter != " "})
+    pieces = [(piece, 0.0) for piece in ("<pad>", "</s>", "<unk>")]
+    pieces += [(word, -4.0) for word in words] + [(start, -5.0)]
+    pieces += [(letter, -6.0) for letter in letters]
     pieces += [(f"<extra_id_{number}>", 0.0) for number in range(99, -1, -1)]
-    return T5Tokenizer(vocab=pieces, model_max_length=model_max_length)
+    return T5TokenizerFast(vocab=pieces, model_max_length=model_max_length)
+
+
+def _words() -> list[str]:
+    """The corpus's words in order of appearance: no training, which breaks ties by chance."""
+    return list(dict.fromkeys(re.findall(r"[a-z]{2,}", " ".join(CORPUS).lower())))
 
 
 def clip_text_model(tokenizer: Any, config: Mapping[str, Any]) -> Any:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from lib import files
 from lib.errors import Problem, StateRefused
-from lib.leases import DAY_SECONDS, leases, read_records, readable, temporaries
+from lib.leases import DAY_SECONDS, changing, leases, read_records, readable, temporaries
 from lib.store import RESERVED, Damaged, EntryRef, Manifest, Store
 
 BATCH = 64
@@ -190,7 +190,7 @@ def gc(
     unheld = [item for item in (*_manifests(store), *old) if not held.holds(item)]
     if unheld and not dry_run:
         time.sleep(grace_seconds)
-        unheld = _remove_unheld(unheld, reach=reach)
+        unheld = _remove_unheld(store, unheld, reach=reach)
     for path in () if dry_run else litter:
         files.remove(path)
     return GcReport(
@@ -212,14 +212,15 @@ def stats(store: Store) -> StoreStats:
     )
 
 
-def _remove_unheld(items: Sequence[_Item], *, reach: _Reach) -> list[_Item]:
+def _remove_unheld(store: Store, items: Sequence[_Item], *, reach: _Reach) -> list[_Item]:
     """Remove items in batches, asking before each what is held by now; returns those removed."""
     removed: list[_Item] = []
     for start in range(0, len(items), BATCH):
-        held = reach.held()
-        batch = [item for item in items[start : start + BATCH] if not held.holds(item)]
-        for item in batch:
-            files.remove(item.path)
+        with changing(store):
+            held = reach.held()
+            batch = [item for item in items[start : start + BATCH] if not held.holds(item)]
+            for item in batch:
+                files.remove(item.path)
         removed += batch
     return removed
 

@@ -1,12 +1,12 @@
 """Reading every entry a run will use, before its first step (design 4)."""
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from lib.events import Events
 from lib.memory import Item, Memory, stat_of
 from lib.store import Damaged, EntryRef, Manifest, Store
+from lib.upkeep import check_entries
 
 THREADS = 4
 
@@ -23,26 +23,21 @@ def verify_entries(store: Store, manifests: Sequence[Manifest], events: Events) 
     """Verify the digests of all entries not verified since they last changed."""
     memory = Memory(store.root)
     refs = sorted({ref for manifest in manifests for ref in manifest.refs()})
-    unsure = [ref for ref in refs if memory.recall(_name(ref), _path(store, ref)) is None]
-    damaged, sound = [], []
-    with ThreadPoolExecutor(THREADS) as threads:
-        for done, (ref, damage) in enumerate(threads.map(lambda r: _try(store, r), unsure), 1):
-            if damage:
-                damaged.append(damage)
-            else:
-                sound.append(Item(_name(ref), stat_of(_path(store, ref)), {"verified": True}))
-            events.progress(done, len(unsure), unit="entries verified")
-    memory.remember_all(sound)
+    present = {ref: path for ref in refs if (path := _path(store, ref)).exists()}
+    known = {ref for ref, path in present.items() if memory.recall(_name(ref), path) is not None}
+    unsure = [ref for ref in refs if ref not in known]
+    before = {ref: stat_of(path) for ref, path in present.items() if ref not in known}
+    damaged = check_entries(
+        store,
+        unsure,
+        threads=THREADS,
+        progress=lambda done, total: events.progress(done, total, unit="entries verified"),
+    )
+    bad = {(damage.kind, damage.key) for damage in damaged}
+    sound = [ref for ref in unsure if (ref.kind, ref.key) not in bad]
+    memory.remember_all(Item(_name(ref), before[ref], {"verified": True}) for ref in sound)
     if damaged:
         raise EntriesDamaged(damaged)
-
-
-def _try(store: Store, ref: EntryRef) -> tuple[EntryRef, Damaged | None]:
-    try:
-        store.check(ref)
-    except Damaged as damage:
-        return ref, damage
-    return ref, None
 
 
 def _name(ref: EntryRef) -> str:

@@ -11,6 +11,7 @@ from lib.errors import InputRefused, Problem, SamplesFailed
 from lib.events import Events
 from lib.images import Geometry
 from lib.keys import Key
+from lib.leases import lease
 from lib.pipeline.contract import Inputs, StagePlan, hit, plan_cache, planned_refs, publish
 from lib.recipes import cache_key, latent_key
 from lib.schema import Config
@@ -56,16 +57,21 @@ def plan(config: Config, inputs: Inputs, store: Store) -> StagePlan:
 def run(config: Config, inputs: Inputs, store: Store, events: Events) -> Manifest:
     """Encode what is missing, name every picture that failed, publish the list of entries."""
     planned = plan(config, inputs, store)
-    assert planned.manifest is not None
-    if found := hit(store, planned.manifest, events):
-        return found
+    with lease(store, planned.entry_keys()):
+        found = hit(store, planned.known(), events)
+        return found or _build(planned, config, inputs, store, events)
+
+
+def _build(
+    planned: StagePlan, config: Config, inputs: Inputs, store: Store, events: Events
+) -> Manifest:
     events.phase(STAGE, "start", total=planned.total, missing=planned.missing)
     keys = _keys(config, inputs, _works(inputs))
     todo = {w: k for w, k in keys.items() if not store.size_bytes(KIND, k.digest)}
     if todo:
         _check_disk(planned.missing_bytes, store)
         _encode(todo, config, inputs, store, events)
-    return publish(store, planned.manifest, events, made=len(todo))
+    return publish(store, planned.known(), events, made=len(todo))
 
 
 def _encode(

@@ -31,6 +31,15 @@ class StagePlan:
     missing_bytes: int = 0
     settings: Mapping[str, Any] = field(default_factory=dict)
 
+    def known(self) -> Manifest:
+        """The manifest, where the base is built and so every identity is known."""
+        assert self.manifest is not None
+        return self.manifest
+
+    def entry_keys(self) -> list[str]:
+        """The keys of all entries that the stage makes."""
+        return [ref.key for ref in self.known().refs()]
+
 
 def lookup(store: Store, planned: Manifest) -> Manifest | None:
     """The published manifest when it and all its entries are there; a damaged one is set aside."""

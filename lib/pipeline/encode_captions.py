@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from lib.errors import SamplesFailed
 from lib.events import Events
 from lib.keys import Key, digest
+from lib.leases import lease
 from lib.pipeline.contract import (
     Inputs,
     StagePlan,
@@ -49,14 +50,19 @@ def plan(config: Config, inputs: Inputs, store: Store) -> StagePlan:
 def run(config: Config, inputs: Inputs, store: Store, events: Events) -> Manifest:
     """Encode what is missing, name every text that failed, publish the list of entries."""
     planned = plan(config, inputs, store)
-    assert planned.manifest is not None
-    if found := hit(store, planned.manifest, events):
-        return found
+    with lease(store, planned.entry_keys()):
+        found = hit(store, planned.known(), events)
+        return found or _build(planned, config, inputs, store, events)
+
+
+def _build(
+    planned: StagePlan, config: Config, inputs: Inputs, store: Store, events: Events
+) -> Manifest:
     events.phase(STAGE, "start", total=planned.total, missing=planned.missing)
     todo = {t: k for t, k in _keys(config, inputs).items() if not store.size_bytes(KIND, k.digest)}
     if todo:
         _encode(todo, config, inputs, store, events)
-    return publish(store, planned.manifest, events, made=len(todo))
+    return publish(store, planned.known(), events, made=len(todo))
 
 
 def _encode(

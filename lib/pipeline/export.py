@@ -32,8 +32,7 @@ def plan(config: Config, inputs: Inputs, store: Store) -> StagePlan:
 
 def run(config: Config, inputs: Inputs, store: Store, events: Events) -> Manifest:
     """Write the file beside its run, never over another one, and publish its digest."""
-    planned = plan(config, inputs, store).manifest
-    assert planned is not None
+    planned = plan(config, inputs, store).known()
     if path := exported_file(store, planned):
         events.phase(STAGE, "hit", key=planned.key, file=str(path))
         found = store.manifest(STAGE, planned.key)

@@ -9,6 +9,7 @@ from lib.buckets import PLAN_VERSION, steps_per_epoch
 from lib.errors import InputRefused, Problem
 from lib.events import Events
 from lib.keys import Key, digest
+from lib.leases import lease
 from lib.pipeline.contract import Inputs, StagePlan, entry_keys
 from lib.recipes import train_key
 from lib.schema import Config
@@ -35,41 +36,53 @@ def plan(config: Config, inputs: Inputs, store: Store) -> StagePlan:
 def run(config: Config, inputs: Inputs, store: Store, events: Events) -> Manifest:
     """Train what is left of the run that has this key, in that run's folder."""
     planned = plan(config, inputs, store)
-    manifest = planned.manifest
-    assert manifest is not None
+    manifest = planned.known()
     if planned.hit:
         folder = runs.completed(store.root, manifest.key)
         events.phase(STAGE, "hit", key=manifest.key, folder=str(folder), steps=planned.total)
         return store.publish(manifest)
-    verify_entries(store, [m for m in inputs.upstream.values() if m.entries], events)
-    claim = runs.claim(
-        store.root,
-        manifest.key,
-        outputs=Path(config.paths.outputs).expanduser(),
-        name=config.name or f"{config.family.name}-{manifest.key[:8]}",
-        manifests=[(m.stage, m.key) for m in (*inputs.upstream.values(), manifest)],
-        rerun=config.rerun,
-    )
-    with runs.held(store.root, claim):
-        from lib.training.session import train_run
-
-        runs.describe(claim, config, keys=_all_keys(inputs, manifest), events=events)
-        events.phase(STAGE, "start", folder=str(claim.folder), total=planned.total)
-        finished = train_run(
-            claim,
-            config,
-            inputs.family,
-            inputs.base,
-            upstream=inputs.upstream,
-            store=store,
-            events=events,
-            total_steps=planned.total,
+    records = [made for made in inputs.upstream.values() if made.entries]
+    with lease(store, [ref.key for made in records for ref in made.refs()]):
+        verify_entries(store, records, events)
+        claim = runs.claim(
+            store.root,
+            manifest.key,
+            outputs=Path(config.paths.outputs).expanduser(),
+            name=config.name or f"{config.family.name}-{manifest.key[:8]}",
+            manifests=[(made.stage, made.key) for made in (*inputs.upstream.values(), manifest)],
+            rerun=config.rerun,
         )
-        published = store.publish(manifest)
+        with runs.held(store.root, claim):
+            _train(claim, planned, config, inputs, store, events)
+            return store.publish(manifest)
+
+
+def _train(
+    claim: runs.Claim,
+    planned: StagePlan,
+    config: Config,
+    inputs: Inputs,
+    store: Store,
+    events: Events,
+) -> None:
+    from lib.training.session import train_run
+
+    keys = {made.stage: made.key for made in (*inputs.upstream.values(), planned.known())}
+    runs.describe(claim, config, keys=keys, events=events)
+    events.phase(STAGE, "start", folder=str(claim.folder), total=planned.total)
+    finished = train_run(
+        claim,
+        config,
+        inputs.family,
+        inputs.base,
+        upstream=inputs.upstream,
+        store=store,
+        events=events,
+        total_steps=planned.total,
+    )
     speed = finished.samples_per_second
     rate = {"samples_per_second": round(speed, 2)} if speed else {}
-    events.phase(STAGE, "done", folder=str(claim.folder), key=manifest.key, **rate)
-    return published
+    events.phase(STAGE, "done", folder=str(claim.folder), key=claim.key, **rate)
 
 
 def _total_steps(config: Config, inputs: Inputs) -> int:
@@ -122,7 +135,3 @@ def _key(config: Config, inputs: Inputs, steps: int) -> Key:
         total_steps=steps,
         extends=None,
     )
-
-
-def _all_keys(inputs: Inputs, manifest: Manifest) -> dict[str, str]:
-    return {m.stage: m.key for m in (*inputs.upstream.values(), manifest)}

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from lib import files, tensors
-from lib.keys import canonical_json, file_digest
+from lib.keys import canonical_json, digest, file_digest
 from lib.records import from_stored, to_stored
 
 KEEP = 2
@@ -67,7 +67,8 @@ def save(folder: Path, checkpoint: Checkpoint, *, train_key: str) -> Path:
                 "train_key": train_key,
                 "files": {STATE: file_digest(staged / STATE)},
             }
-            (staged / MANIFEST).write_bytes(canonical_json(record))
+            sealed = {**record, "digest": digest(record)}
+            (staged / MANIFEST).write_bytes(canonical_json(sealed))
     load(path, train_key=train_key)
     for old in _paths(folder)[:-KEEP]:
         files.remove(old)
@@ -77,11 +78,13 @@ def save(folder: Path, checkpoint: Checkpoint, *, train_key: str) -> Path:
 def load(path: Path, *, train_key: str) -> Checkpoint:
     """Read one checkpoint and verify it; ValueError says what is wrong."""
     record = json.loads((path / MANIFEST).read_bytes())
+    if not isinstance(record, dict) or record.pop("digest", None) != digest(record):
+        raise ValueError(f"the digest of {MANIFEST} does not match")
     if record["train_key"] != train_key:
         raise ValueError("it belongs to another run")
-    data = (path / STATE).read_bytes()
-    decoded = tensors.decode(data)
-    state = from_stored(decoded.tensors)
+    if file_digest(path / STATE) != record["files"][STATE]:
+        raise ValueError(f"the digest of {STATE} does not match")
+    state = from_stored(tensors.decode((path / STATE).read_bytes()).tensors)
     optimizer: dict[str, dict[str, torch.Tensor]] = {}
     for moment in _MOMENTS:
         for name, tensor in _under(moment, state):

@@ -65,9 +65,8 @@ def make_trainer(config: Config, family: Family, base: Base, events: Events) -> 
     events.decision("device", str(device), source="machine", reason="the first GPU, else the CPU")
     denoiser = family.load_denoiser(base, dtype=dtype, device=device)
     injected = adapter.inject(denoiser, config.adapter, seed=config.seed)
-    for target, count in injected.matches.items():
-        reason = "modules that adapter.targets names"
-        events.decision(f"adapter.targets:{target}", count, source="base", reason=reason)
+    counts = ", ".join(f"{target} {count}" for target, count in injected.matches.items())
+    events.decision("adapter.targets", counts, source="base", reason="modules that each matches")
     if config.adapter.dropout > 0:
         denoiser.train()
     return Trainer(

@@ -89,12 +89,18 @@ def rows_of(made):
     for batch in made.batches:
         for row, name in enumerate(batch.names):
             if batch.weights[row]:
-                tensors = (batch.noisy[row], batch.target[row], batch.conditioning["text_embeds"][row])
+                tensors = (
+                    batch.noisy[row],
+                    batch.target[row],
+                    batch.conditioning["text_embeds"][row],
+                )
                 rows.append((name, float(batch.level[row]), *(t.tolist() for t in tensors)))
     return sorted(rows)
 
 
-@given(st.integers(1, 9), st.integers(1, 4), st.integers(0, 99), st.integers(0, 12), st.integers(0, 9))
+@given(
+    st.integers(1, 9), st.integers(1, 4), st.integers(0, 99), st.integers(0, 12), st.integers(0, 9)
+)
 def test_steps_from_any_start_are_those_of_a_fresh_run(count, batch_size, seed, start, more):
     slots = tuple(slot(str(n), WIDE if n % 2 else TALL) for n in range(count))
     plan = Plan(slots, seed=seed, batch_size=batch_size)

@@ -21,7 +21,7 @@ ENTRY = {
     "empty": Tensor("I64", (0, 7), b""),
 }
 METADATA = {"kind": "latents", "note": 'a f\u00f6x, "quoted"\n'}
-INTEGERS = [name for name in ITEM_BYTES if name[0] in "BUI" and name != "BF16"]
+INTEGERS = [name for name in ITEM_BYTES if name[0] in {"B", "U", "I"} and name != "BF16"]
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 

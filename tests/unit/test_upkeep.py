@@ -2,6 +2,7 @@
 
 import json
 import os
+import threading
 import time
 from pathlib import Path
 
@@ -231,20 +232,41 @@ def test_gc_sees_what_is_claimed_during_its_grace(store, tmp_path, monkeypatch, 
 def test_gc_asks_again_before_each_batch(store, monkeypatch):
     refs = [put(store, number) for number in range(6)]
     monkeypatch.setattr(upkeep, "BATCH", 2)
-    removed, real, claims = [], upkeep.files.remove, []
+    real, claims, batches = upkeep.changing, [], []
 
-    def remove(path):
-        removed.append(path)
-        real(path)
-        if len(removed) == 2:
+    def changing(store):
+        batches.append(1)
+        if len(batches) == 2:
             claims.append(lease(store, [ref.key for ref in refs]))
             claims[0].__enter__()
+        return real(store)
 
-    monkeypatch.setattr(upkeep.files, "remove", remove)
+    monkeypatch.setattr(upkeep, "changing", changing)
     report = collect(store)
     assert len(report.removed) == 2
     assert sum(there(store, *refs)) == 4
     claims[0].__exit__(None, None, None)
+
+
+def test_no_lease_comes_between_reading_them_and_removing(store, monkeypatch):
+    ref, real, found = put(store, "wanted"), upkeep.files.remove, []
+
+    def build():
+        with lease(store, [ref.key]):
+            found.append(there(store, ref))
+
+    builder = threading.Thread(target=build)
+
+    def remove(path):
+        if path == store.entry_path("latents", ref.key):
+            builder.start()
+            builder.join(0.2)
+        real(path)
+
+    monkeypatch.setattr(upkeep.files, "remove", remove)
+    collect(store)
+    builder.join()
+    assert found == [[False]]
 
 
 @pytest.mark.parametrize("what", ["manifest", "run", "run without manifests", "lease"])
@@ -287,7 +309,7 @@ def test_gc_clears_litter_and_leaves_live_writers_and_quarantine_alone(store):
     os.utime(staged, (OLD, OLD))
     os.utime(fresh, (NOW - DAY + 60,) * 2)
     with lease(store, []):
-        (path,) = (store.root / "leases").iterdir()
+        (path,) = (store.root / "leases").glob("*.json")
         dead = path.with_name("dead.json")
         dead.write_text(json.dumps({**json.loads(path.read_bytes()), "started": "before"}))
         assert collect(store, dry_run=True).removed != ()

@@ -1,0 +1,45 @@
+PYTHON ?= python3
+TORCH := torch==2.13.0
+BIN := .venv/bin
+STAMP := .venv/.installed
+HALF := .venv/.installing
+
+# An environment that is absent or does not start is made anew, whatever its stamp says.
+ifneq ($(shell $(BIN)/python -c "print(1)" 2>/dev/null),1)
+.PHONY: $(STAMP)
+endif
+
+.PHONY: help install demo test lint format clean
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+install: $(STAMP) ## install everything into .venv; again only when the requirements changed
+
+# The mark is there from before the first package until after the last: a cut-short install shows.
+$(STAMP): pyproject.toml constraints.txt
+	@echo "installing into .venv; this takes a few minutes, once"
+	@test ! -e $(HALF) && $(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear .venv
+	@touch $(HALF)
+	@$(BIN)/python -m pip install --quiet $(TORCH) -e '.[dev]' -c constraints.txt
+	@mv $(HALF) $@
+
+demo: install ## run the whole graph on the shipped pictures, on a CPU, and show the adapter
+	@$(BIN)/python -m stages.export family=flux family.base=tiny
+	@echo "adapters:" && ls outputs/*/exports/*/*.safetensors
+
+test: lint ## format, lint, contracts, types, tests
+	@$(BIN)/python -m pytest -q
+
+lint: install ## everything that `make test` checks without running the code
+	@$(BIN)/ruff format --check --quiet . || { echo "not formatted; run make format"; exit 1; }
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/codespell
+	@$(BIN)/lint-imports
+	@$(BIN)/pyright
+
+format: install ## format and sort imports
+	@$(BIN)/ruff check --quiet --select I --fix . && $(BIN)/ruff format --quiet .
+
+clean: ## remove caches and build outputs; store/, outputs/ and .venv stay
+	@rm -rf build *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	@find lib stages tests examples -name __pycache__ -prune -exec rm -rf {} +

@@ -1,0 +1,131 @@
+"""A small data set of real pictures, a tiny base as a folder, and configurations over both."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+EMOJI = Path(__file__).resolve().parents[2] / "examples" / "emoji"
+SQUARES = ("fox", "pizza", "rocket", "key")
+WIDE, TALL = ("owl-crown", "whale-key"), ("crown-penguin-doughnut", "sunflower-honeybee-pineapple")
+SMALL = (
+    "family.base={base}",
+    "dataset.root={data}",
+    "paths.store={root}/store",
+    "paths.outputs={root}/outputs",
+    "precision=fp32",
+    "buckets.resolution=64",
+    "buckets.step=16",
+    "buckets.max_aspect=3",
+    "captions.max_length=24",
+    "captions.dtype=fp32",
+    "adapter.rank=4",
+    "optimizer.lr=1e-2",
+    "lr_schedule=constant",
+    "trainer.max_steps=6",
+    "trainer.batch_size=2",
+    "trainer.save_every=2",
+)
+
+
+@pytest.fixture(scope="session")
+def base(tmp_path_factory) -> Path:
+    from lib.families import flux
+    from lib.quiet import without_library_bars
+
+    folder = tmp_path_factory.mktemp("bases") / "flux"
+    with without_library_bars():
+        flux.build_tiny(folder)
+    return folder
+
+
+@pytest.fixture
+def data(tmp_path) -> Path:
+    """Eight pictures in three buckets, each with a sidecar of its own."""
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for name in (*SQUARES, *WIDE, *TALL):
+        shutil.copy(EMOJI / f"{name}.png", folder / f"{name}.png")
+        (folder / f"{name}.txt").write_text(f"a 3D emoji of {name}", encoding="utf-8")
+    return folder
+
+
+@pytest.fixture
+def settings(tmp_path, base, data) -> Callable[..., list[str]]:
+    """Overrides of a small run; another `root` is another machine's store and outputs."""
+
+    def made(*overrides: str, root: Path = tmp_path) -> list[str]:
+        small = [text.format(base=base, data=data, root=root) for text in SMALL]
+        named = {text.split("=")[0]: text for text in (*small, *overrides)}
+        return list(named.values())
+
+    return made
+
+
+@pytest.fixture
+def configure(settings):
+    """A `Config` of the small run."""
+
+    def made(*overrides: str, **options):
+        from stages.composing import compose
+
+        return compose(settings(*overrides, **options))
+
+    return made
+
+
+@pytest.fixture
+def seen():
+    """A sink that keeps events."""
+    return []
+
+
+@pytest.fixture
+def ensure(configure, seen):
+    """Ensure a stage of the small run, keeping its events in `seen`."""
+
+    def made(stage: str, *overrides: str, **options):
+        from lib.events import Events
+        from lib.pipeline import graph
+
+        seen.clear()
+        return graph.ensure(stage, configure(*overrides, **options), Events(sinks=(seen.append,)))
+
+    return made
+
+
+@pytest.fixture
+def adapter_of(tmp_path):
+    """The bytes of the adapter of a run by its train manifest."""
+
+    def found(manifest, root: Path = tmp_path) -> bytes:
+        from lib import runs
+
+        folder = runs.completed(root / "store", manifest.key)
+        assert folder is not None
+        return (folder / runs.ADAPTER_FILE).read_bytes()
+
+    return found
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """Rows that reach the encoders' own classes."""
+    from diffusers import AutoencoderKL
+    from transformers import T5EncoderModel
+
+    rows = {"captions": 0, "latents": 0}
+    encode, forward = AutoencoderKL.encode, T5EncoderModel.forward
+
+    def counting_encode(self, x, *args, **kwargs):
+        rows["latents"] += x.shape[0]
+        return encode(self, x, *args, **kwargs)
+
+    def counting_forward(self, input_ids=None, *args, **kwargs):
+        rows["captions"] += input_ids.shape[0]
+        return forward(self, input_ids, *args, **kwargs)
+
+    monkeypatch.setattr(AutoencoderKL, "encode", counting_encode)
+    monkeypatch.setattr(T5EncoderModel, "forward", counting_forward)
+    return rows

@@ -1,0 +1,285 @@
+"""FLUX against diffusers' own pipeline, unmodified, over the same tiny weights."""
+
+import json
+from contextlib import nullcontext
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from lib import adapter
+from lib.families import flux
+from lib.hub import Base
+from lib.memory import Memory
+from lib.random import normal
+from lib.sampling import euler
+from lib.schema import AdapterConfig, Config, ExportConfig
+
+HEIGHT, WIDTH, LENGTH, STEPS, GUIDANCE = 64, 96, 48, 3, 3.5
+LATENT = (HEIGHT // 8, WIDTH // 8)
+TARGETS = ["to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "proj_mlp"]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("base")
+    flux.build_tiny(folder / "tiny")
+    root = folder / "tiny"
+    return Base(str(root), root=root, name=f"file:{root}", memory=Memory(folder / "store"))
+
+
+@pytest.fixture
+def pipeline(base):
+    from diffusers import FluxPipeline
+
+    pipe = FluxPipeline.from_pretrained(base.root, dtype=torch.float32)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def noise() -> torch.Tensor:
+    shape = (2, 16, *LATENT)
+    return torch.from_numpy(normal(shape, seed=1, stream="noise", counter=0, sample_id="test"))
+
+
+def pipeline_latents(pipe, prompts: list[str]) -> torch.Tensor:
+    """Latents the pipeline ends with, unpacked: b c h w."""
+    packed = pipe._pack_latents(noise(), 2, 16, *LATENT)
+    out = pipe(
+        prompt=prompts,
+        height=HEIGHT,
+        width=WIDTH,
+        num_inference_steps=STEPS,
+        guidance_scale=GUIDANCE,
+        latents=packed,
+        max_sequence_length=LENGTH,
+        output_type="latent",
+    ).images
+    return pipe._unpack_latents(out, HEIGHT, WIDTH, 8)
+
+
+def our_latents(base, denoiser, prompts: list[str]) -> torch.Tensor:
+    encoders = flux.load_text_encoders(base, dtype=torch.float32, device="cpu")
+    records = [r for p in prompts for r in flux.encode_captions(encoders, [p], max_length=LENGTH)]
+    scheduler = base.component("scheduler").config
+    sigmas = flux.sampling_sigmas(STEPS, latent_size=LATENT, scheduler=scheduler)
+    return euler(
+        flux,
+        denoiser,
+        noise(),
+        conditioning=flux.conditioning(records),
+        sigmas=sigmas.tolist(),
+        guidance=GUIDANCE,
+    )
+
+
+PROMPTS = ["a red circle", "a watercolor painting of a cat with a hat"]
+
+
+def exported(base, tmp_path, *, alpha: float, dtype: str = "fp32"):
+    """A denoiser whose adapter has a drawn B, and the folder with the exported file."""
+    from lib.exporting import export_adapter
+    from lib.records import to_stored
+    from lib.tensors import encode
+
+    config = Config(
+        adapter=AdapterConfig(rank=4, alpha=alpha, targets=TARGETS),
+        export=ExportConfig(dtype=dtype),
+    )
+    denoiser = flux.load_denoiser(base, dtype=torch.float32, device="cpu")
+    injected = adapter.inject(denoiser, config.adapter, seed=0)
+    for name, parameter in injected.parameters.items():
+        if "lora_B" in name:
+            shape = tuple(parameter.shape)
+            drawn = normal(shape, seed=5, stream="noise", counter=0, sample_id=name)
+            parameter.data = 4 * torch.from_numpy(drawn)
+    source = tmp_path / "adapter.safetensors"
+    state = adapter.state_dict(denoiser)
+    source.write_bytes(encode(to_stored(state), metadata={}))
+    export_adapter(source, tmp_path, config=config, family=flux, provenance={})
+    return denoiser, tmp_path
+
+
+def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a - b).norm() / b.norm())
+
+
+@pytest.mark.parametrize("words", [1, 100])
+def test_caption_records_equal_the_pipelines_encode_prompt(base, pipeline, words):
+    text = " ".join(["fox"] * words)
+    encoders = flux.load_text_encoders(base, dtype=torch.float32, device="cpu")
+    record = flux.encode_captions(encoders, [text], max_length=LENGTH)[0]
+    with torch.no_grad():  # as in the pipeline's call; torch takes other kernels with gradients
+        embeds, pooled, ids = pipeline.encode_prompt(text, None, max_sequence_length=LENGTH)
+    assert torch.equal(record["text_embeds"], embeds[0])
+    assert torch.equal(record["pooled_embeds"], pooled[0])
+    assert not ids.any()
+
+
+def test_another_text_length_changes_the_conditioning(base):
+    encoders = flux.load_text_encoders(base, dtype=torch.float32, device="cpu")
+    denoiser = flux.load_denoiser(base, dtype=torch.float32, device="cpu")
+    found = []
+    for length in (32, 64):
+        records = flux.encode_captions(encoders, PROMPTS, max_length=length)
+        found.append(
+            flux.predict(
+                denoiser,
+                noise(),
+                torch.tensor([0.5, 0.5]),
+                conditioning=flux.conditioning(records),
+                guidance=1.0,
+            )
+        )
+    assert relative(found[0], found[1]) > 1e-3
+
+
+def test_a_batch_of_captions_equals_each_alone(base):
+    encoders = flux.load_text_encoders(base, dtype=torch.float32, device="cpu")
+    together = flux.encode_captions(encoders, PROMPTS, max_length=LENGTH)
+    for text, record in zip(PROMPTS, together, strict=True):
+        alone = flux.encode_captions(encoders, [text], max_length=LENGTH)[0]
+        for name, tensor in alone.items():
+            torch.testing.assert_close(record[name], tensor, rtol=1e-5, atol=1e-5)
+
+
+def test_predict_equals_what_the_pipelines_denoiser_produced(base, pipeline):
+    seen = []
+
+    def hook(module, args, kwargs, output):
+        seen.append((kwargs, output[0]))
+
+    handle = pipeline.transformer.register_forward_hook(hook, with_kwargs=True)
+    pipeline_latents(pipeline, PROMPTS)
+    handle.remove()
+    assert len(seen) == STEPS
+    denoiser = flux.load_denoiser(base, dtype=torch.float32, device="cpu")
+    for kwargs, output in seen:
+        records = [
+            {"text_embeds": text, "pooled_embeds": pooled}
+            for text, pooled in zip(
+                kwargs["encoder_hidden_states"], kwargs["pooled_projections"], strict=True
+            )
+        ]
+        prediction = flux.predict(
+            denoiser,
+            pipeline._unpack_latents(kwargs["hidden_states"], HEIGHT, WIDTH, 8),
+            kwargs["timestep"],
+            conditioning=flux.conditioning(records),
+            guidance=GUIDANCE,
+        )
+        # The level fed back goes through another times 1000 / 1000: the last bit may differ.
+        torch.testing.assert_close(
+            prediction.detach(), pipeline._unpack_latents(output, HEIGHT, WIDTH, 8)
+        )
+
+
+def test_our_sampling_equals_the_pipelines_without_an_adapter(base, pipeline):
+    denoiser = flux.load_denoiser(base, dtype=torch.float32, device="cpu")
+    assert torch.equal(our_latents(base, denoiser, PROMPTS), pipeline_latents(pipeline, PROMPTS))
+
+
+@pytest.mark.parametrize("alpha", [4.0, 2.0, 8.0])
+def test_the_exported_adapter_draws_the_same_latents_in_the_pipeline(
+    base, pipeline, tmp_path, alpha
+):
+    denoiser, folder = exported(base, tmp_path, alpha=alpha)
+    bare = pipeline_latents(pipeline, PROMPTS)
+    pipeline.load_lora_weights(folder, weight_name="pytorch_lora_weights.safetensors")
+    adapted = pipeline_latents(pipeline, PROMPTS)
+    assert relative(adapted, bare) > 0.1
+    assert torch.equal(our_latents(base, denoiser, PROMPTS), adapted)
+
+
+@pytest.mark.parametrize("loss", ["module", "alpha"])
+def test_an_export_that_lost_a_module_or_its_alpha_draws_other_latents(
+    base, pipeline, tmp_path, loss
+):
+    denoiser, folder = exported(base, tmp_path, alpha=2.0)
+    path = folder / "pytorch_lora_weights.safetensors"
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata()
+    tensors = load_file(path)
+    if loss == "alpha":
+        described = json.loads(metadata["lora_adapter_metadata"])
+        described.pop("transformer.lora_alpha")
+        metadata["lora_adapter_metadata"] = json.dumps(described)
+    else:
+        gone = next(name for name in tensors if "proj_mlp" in name).rsplit(".lora_", 1)[0]
+        tensors = {n: t for n, t in tensors.items() if not n.startswith(gone)}
+    save_file(tensors, path, metadata=metadata)
+    expected = pytest.warns(RuntimeWarning) if loss == "module" else nullcontext()
+    with expected:
+        pipeline.load_lora_weights(folder, weight_name=path.name)
+    assert not torch.equal(
+        our_latents(base, denoiser, PROMPTS), pipeline_latents(pipeline, PROMPTS)
+    )
+
+
+@pytest.mark.parametrize("steps", [1, 4, 28])
+def test_the_sampling_schedule_is_the_schedulers(base, pipeline, steps):
+    from diffusers.pipelines.flux.pipeline_flux import calculate_shift
+
+    tokens = (LATENT[0] // 2) * (LATENT[1] // 2)
+    pipeline.scheduler.set_timesteps(
+        sigmas=np.linspace(1.0, 1 / steps, steps), mu=calculate_shift(tokens)
+    )
+    ours = flux.sampling_sigmas(
+        steps, latent_size=LATENT, scheduler=base.component("scheduler").config
+    )
+    assert np.array_equal(ours.astype(np.float32), pipeline.scheduler.sigmas[:-1].numpy())
+
+
+def test_normalised_latents_are_what_the_pipeline_decodes_from(base, pipeline):
+    pixels = torch.rand(1, 3, HEIGHT, WIDTH) * 2 - 1
+    autoencoder = flux.load_autoencoder(base, dtype=torch.float32, device="cpu")
+    posterior = flux.encode_images(autoencoder, pixels)
+    with torch.no_grad():
+        reference = pipeline.vae.encode(pixels).latent_dist
+    assert torch.equal(posterior.mean, reference.mean)
+    assert torch.equal(posterior.std, reference.std)
+    constants = flux.latent_constants(autoencoder.config)
+    latents = flux.normalise(posterior.mean, constants)
+    config = pipeline.vae.config
+    back = latents / config.scaling_factor + config.shift_factor  # the pipeline's own line
+    torch.testing.assert_close(back, posterior.mean, rtol=1e-5, atol=1e-6)
+    shape = flux.latent_shape(base.component("vae").config, height=HEIGHT, width=WIDTH)
+    assert shape == tuple(posterior.mean.shape[1:])
+
+
+def test_without_guidance_embeds_the_denoiser_gets_no_guidance(base):
+    from diffusers import FluxTransformer2DModel
+
+    denoiser = FluxTransformer2DModel(**{**flux.TINY["transformer"], "guidance_embeds": False})
+    records = [{"text_embeds": torch.zeros(8, 32), "pooled_embeds": torch.zeros(32)}] * 2
+    for guidance in (1.0, 9.0):
+        out = flux.predict(
+            denoiser.eval(),
+            noise(),
+            torch.tensor([0.2, 0.9]),
+            conditioning=flux.conditioning(records),
+            guidance=guidance,
+        )
+        assert out.shape == noise().shape
+
+
+def test_a_prediction_does_not_depend_on_its_batch_mates(base):
+    denoiser = flux.load_denoiser(base, dtype=torch.float32, device="cpu")
+    encoders = flux.load_text_encoders(base, dtype=torch.float32, device="cpu")
+    records = flux.encode_captions(encoders, PROMPTS, max_length=LENGTH)
+    levels = torch.tensor([0.3, 0.8])
+
+    def run(rows: slice) -> torch.Tensor:
+        return flux.predict(
+            denoiser,
+            noise()[rows],
+            levels[rows],
+            conditioning=flux.conditioning(records[rows]),
+            guidance=1.0,
+        )
+
+    both = run(slice(0, 2))
+    for row in range(2):
+        torch.testing.assert_close(both[row : row + 1], run(slice(row, row + 1)))

@@ -1,0 +1,218 @@
+import json
+
+import pytest
+import torch
+
+from lib.keys import digest
+from lib.optimizers import make_optimizer
+from lib.schema import OptimizerConfig
+from lib.training import checkpoint
+from lib.training.checkpoint import MANIFEST, STATE, Checkpoint
+
+KEY = digest("run")
+
+
+def at(step):
+    def filled(*shape):
+        return torch.full(shape, float(step))
+
+    return Checkpoint(
+        step=step,
+        num_samples_seen=4 * step,
+        adapter={"a.lora_A.weight": filled(2, 3), "a.lora_B.weight": filled(3, 2)},
+        optimizer={
+            "a.lora_A.default.weight": {
+                "step": filled(),
+                "exp_avg": filled(2, 3) / 2,
+                "exp_avg_sq": filled(2, 3) / 3,
+            }
+        },
+    )
+
+
+def plain(state):
+    """A checkpoint as lists, which compare."""
+    return (
+        state.step,
+        state.num_samples_seen,
+        {name: tensor.tolist() for name, tensor in state.adapter.items()},
+        {n: {m: t.tolist() for m, t in moments.items()} for n, moments in state.optimizer.items()},
+    )
+
+
+def flip(path, place=-1):
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tmp_path / "checkpoints"
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_what_was_saved_is_loaded(folder):
+    path = checkpoint.save(folder, at(7), train_key=KEY)
+    assert path.name == "step-00000007"
+    assert plain(checkpoint.load(path, train_key=KEY)) == plain(at(7))
+    assert plain(checkpoint.latest(folder, train_key=KEY).checkpoint) == plain(at(7))
+
+
+def test_two_are_kept_and_the_newest_is_the_latest(folder):
+    for step in (2, 9, 10, 100):
+        checkpoint.save(folder, at(step), train_key=KEY)
+    assert names(folder) == ["step-00000010", "step-00000100"]
+    assert checkpoint.latest(folder, train_key=KEY).checkpoint.step == 100
+
+
+def test_no_checkpoint_is_no_damage(folder):
+    assert checkpoint.latest(folder, train_key=KEY) == checkpoint.Latest(None, ())
+
+
+def harm_flip(path):
+    flip(path / STATE)
+
+
+def harm_header(path):
+    flip(path / STATE, 20)
+
+
+def harm_short(path):
+    (path / STATE).write_bytes((path / STATE).read_bytes()[:-4])
+
+
+def harm_empty(path):
+    (path / STATE).write_bytes(b"")
+
+
+def harm_missing(path):
+    (path / STATE).unlink()
+
+
+def harm_manifest(path):
+    (path / MANIFEST).write_bytes(b"{")
+
+
+def harm_no_manifest(path):
+    (path / MANIFEST).unlink()
+
+
+def harm_fields(path):
+    record = json.loads((path / MANIFEST).read_bytes())
+    del record["num_samples_seen"]
+    (path / MANIFEST).write_text(json.dumps(record))
+
+
+def harm_list(path):
+    (path / MANIFEST).write_text("[]")
+
+
+def harm_other_step(path):
+    record = json.loads((path / MANIFEST).read_bytes())
+    (path / MANIFEST).write_text(json.dumps({**record, "step": 3}))
+
+
+HARMS = [
+    harm_flip,
+    harm_header,
+    harm_short,
+    harm_empty,
+    harm_missing,
+    harm_manifest,
+    harm_no_manifest,
+    harm_fields,
+    harm_list,
+    harm_other_step,
+]
+
+
+@pytest.mark.parametrize("harm", HARMS)
+def test_a_damaged_newest_one_is_skipped_and_named(folder, harm):
+    for step in (5, 10):
+        checkpoint.save(folder, at(step), train_key=KEY)
+    harm(folder / "step-00000010")
+    latest = checkpoint.latest(folder, train_key=KEY)
+    assert plain(latest.checkpoint) == plain(at(5))
+    (damage,) = latest.damaged
+    assert damage.startswith("step-00000010: ")
+    assert names(folder) == ["step-00000005", "step-00000010"]
+
+
+@pytest.mark.parametrize("harm", HARMS)
+def test_saving_over_a_damaged_one_keeps_it_aside(folder, harm):
+    checkpoint.save(folder, at(10), train_key=KEY)
+    harm(folder / "step-00000010")
+    checkpoint.save(folder, at(10), train_key=KEY)
+    assert names(folder) == ["damaged-step-00000010", "step-00000010"]
+    assert plain(checkpoint.latest(folder, train_key=KEY).checkpoint) == plain(at(10))
+    harm(folder / "step-00000010")
+    checkpoint.save(folder, at(10), train_key=KEY)
+    assert len(names(folder)) == 3
+
+
+def test_all_damaged_means_none_and_all_are_named(folder):
+    for step in (5, 10):
+        harm_flip(checkpoint.save(folder, at(step), train_key=KEY))
+    latest = checkpoint.latest(folder, train_key=KEY)
+    assert latest.checkpoint is None
+    assert [text.split(":")[0] for text in latest.damaged] == ["step-00000010", "step-00000005"]
+
+
+def test_a_sound_one_is_not_written_again(folder):
+    path = checkpoint.save(folder, at(10), train_key=KEY)
+    before = (path / STATE).stat().st_ino
+    checkpoint.save(folder, at(10), train_key=KEY)
+    assert (path / STATE).stat().st_ino == before
+    assert names(folder) == ["step-00000010"]
+
+
+def test_another_run_s_checkpoint_is_refused(folder):
+    path = checkpoint.save(folder, at(10), train_key=KEY)
+    with pytest.raises(ValueError, match="another run"):
+        checkpoint.load(path, train_key=digest("other"))
+    latest = checkpoint.latest(folder, train_key=digest("other"))
+    assert latest.checkpoint is None
+    assert "another run" in latest.damaged[0]
+
+
+def test_what_is_not_finite_is_not_saved_and_the_old_one_stays(folder):
+    checkpoint.save(folder, at(5), train_key=KEY)
+    state = at(10)
+    state.adapter["a.lora_A.weight"][0, 0] = float("nan")
+    with pytest.raises(ValueError, match="not finite"):
+        checkpoint.save(folder, state, train_key=KEY)
+    assert names(folder) == ["step-00000005"]
+
+
+def test_an_optimizer_goes_on_as_if_it_had_not_stopped():
+    def fresh():
+        parameters = {
+            "w": torch.nn.Parameter(torch.ones(3)),
+            "v": torch.nn.Parameter(torch.ones(2)),
+        }
+        return parameters, make_optimizer(parameters.values(), OptimizerConfig(lr=0.1))
+
+    def step(parameters, optimizer, number):
+        for parameter in parameters.values():
+            parameter.grad = torch.full(parameter.shape, number - 1.5)
+        optimizer.step()
+
+    parameters, optimizer = fresh()
+    assert checkpoint.optimizer_state(optimizer, parameters) == {}
+    for number in range(3):
+        step(parameters, optimizer, number)
+    saved = checkpoint.optimizer_state(optimizer, parameters)
+    kept = {n: {m: t.clone() for m, t in moments.items()} for n, moments in saved.items()}
+    others, resumed = fresh()
+    with torch.no_grad():
+        for name, parameter in others.items():
+            parameter.copy_(parameters[name])
+    checkpoint.restore_optimizer(resumed, others, kept)
+    for number in range(3, 6):
+        step(parameters, optimizer, number)
+        step(others, resumed, number)
+    assert all(torch.equal(others[name], parameters[name]) for name in others)
