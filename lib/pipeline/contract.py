@@ -8,6 +8,7 @@ from lib.events import Events
 from lib.family import Family
 from lib.hub import Base
 from lib.store import Damaged, EntryRef, Manifest, Store
+from lib.verify import EntriesDamaged, verify_entries
 
 
 @dataclass(frozen=True)
@@ -87,12 +88,20 @@ def hit(store: Store, planned: Manifest, events: Events) -> Manifest | None:
 
 
 def publish(store: Store, planned: Manifest, events: Events, *, made: int) -> Manifest:
-    """Publish a cache stage's manifest with the sizes its entries have now."""
+    """Publish a cache stage's manifest with the sizes its entries have now.
+
+    An entry found here from before and damaged is an EntriesDamaged, as for train.
+    """
     entries = {
         role: tuple(replace(r, size_bytes=store.size_bytes(r.kind, r.key) or 0) for r in refs)
         for role, refs in planned.entries.items()
     }
-    published = store.publish(replace(planned, entries=entries))
+    manifest = replace(planned, entries=entries)
+    try:
+        published = store.publish(manifest)
+    except Damaged as damage:
+        verify_entries(store, [manifest], events)  # names all of them
+        raise EntriesDamaged([damage]) from damage
     events.phase(planned.stage, "done", key=planned.key, made=made)
     return published
 

@@ -91,9 +91,7 @@ def plain_loop(opened, config, upstream, *, steps: int) -> dict[str, torch.Tenso
     assembler = make_assembler(config, family, upstream, opened.store)
     denoiser = family.load_denoiser(opened.base, dtype=torch.float32, device="cpu")
     a = config.adapter
-    denoiser.add_adapter(
-        LoraConfig(r=a.rank, lora_alpha=a.alpha, target_modules=list(a.targets))
-    )
+    denoiser.add_adapter(LoraConfig(r=a.rank, lora_alpha=a.alpha, target_modules=list(a.targets)))
     ours = family.load_denoiser(opened.base, dtype=torch.float32, device="cpu")
     adapter.inject(ours, config.adapter, seed=config.seed)
     set_peft_model_state_dict(denoiser, adapter.state_dict(ours))

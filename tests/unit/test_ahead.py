@@ -41,11 +41,10 @@ def test_an_exception_comes_at_its_place_and_ends_the_thread():
             raise OSError("the disk is gone")
         return n
 
-    seen = []
+    stream = ahead(make, range(9))
+    assert [next(stream) for _ in range(3)] == [0, 1, 2]
     with pytest.raises(OSError, match="the disk is gone"):
-        for n in ahead(make, range(9)):
-            seen.append(n)
-    assert seen == [0, 1, 2]
+        next(stream)
     assert soon(lambda: not workers())
 
 

@@ -1,0 +1,245 @@
+"""Every file under conf/ composes and parses; who wins when two places set one value."""
+
+import dataclasses
+import itertools
+import re
+import shutil
+import typing
+from pathlib import Path
+
+import hydra
+import pytest
+from omegaconf import OmegaConf
+
+from lib.schema import Config, value_of
+from stages import composing
+
+CHECKOUT = Path(__file__).resolve().parent.parent
+CONF = CHECKOUT / "conf"
+GROUPS = {
+    folder.name: sorted(path.stem for path in folder.glob("*.yaml"))
+    for folder in sorted(CONF.iterdir())
+    if folder.is_dir()
+}
+EXPERIMENTS = [f"+experiment={name}" for name in GROUPS["experiment"]]
+OPTIONS = [f"{g}={o}" for g, names in GROUPS.items() for o in names if g != "experiment"]
+
+# The public names with a value, the setting that it moves, and what the configuration then holds.
+PUBLIC = {
+    "family=flux": ("family.name", "flux"),
+    "family.base=tiny": ("family.base", "tiny"),
+    "family.revision=0123abc": ("family.revision", "0123abc"),
+    "precision=bf16": ("precision.mode", "bf16"),
+    "dataset.root=examples": ("dataset.root", "examples"),
+    "dataset.instance_prompt='a red fox'": ("dataset.instance_prompt", "a red fox"),
+    "buckets.resolution=640": ("buckets.resolution", 640),
+    "buckets.step=32": ("buckets.step", 32),
+    "buckets.max_aspect=1.5": ("buckets.max_aspect", 1.5),
+    "captions.max_length=77": ("captions.max_length", 77),
+    "captions.dtype=fp16": ("captions.dtype", "fp16"),
+    "latents.variants=4": ("latents.variants", 4),
+    "latents.crop_seed=5 latents.variants=4": ("latents.crop_seed", 5),
+    "latents.random_flip=true latents.variants=2": ("latents.random_flip", True),
+    "latents.max_bytes=0": ("latents.max_bytes", 0),
+    "latents.dtype=bf16": ("latents.dtype", "bf16"),
+    "encode.batch_size=4": ("encode.batch_size", 4),
+    "adapter.rank=8": ("adapter.rank", 8),
+    "adapter.alpha=4": ("adapter.alpha", 4.0),
+    "adapter.targets=[to_q,to_k]": ("adapter.targets", ["to_q", "to_k"]),
+    "adapter.dropout=0.1": ("adapter.dropout", 0.1),
+    "timesteps=uniform": ("timesteps.density", "uniform"),
+    "timesteps.shift=3": ("timesteps.shift", 3.0),
+    "optimizer=adamw": ("optimizer.name", "adamw"),
+    "optimizer.lr=5e-5": ("optimizer.lr", 5e-5),
+    "lr_schedule=cosine": ("lr_schedule.name", "cosine"),
+    "trainer.max_steps=60": ("trainer.max_steps", 60),
+    "trainer.num_epochs=3 trainer.max_steps=null": ("trainer.num_epochs", 3),
+    "trainer.batch_size=4": ("trainer.batch_size", 4),
+    "trainer.micro_batch=2 trainer.batch_size=4": ("trainer.micro_batch", 2),
+    "trainer.max_grad_norm=0": ("trainer.max_grad_norm", 0.0),
+    "trainer.save_every=7": ("trainer.save_every", 7),
+    "trainer.caption_dropout=0.1": ("trainer.caption_dropout", 0.1),
+    "export.format=diffusers": ("export.format", "diffusers"),
+    "export.dtype=bf16": ("export.dtype", "bf16"),
+    "paths.store=elsewhere": ("paths.store", "elsewhere"),
+    "paths.outputs=elsewhere": ("paths.outputs", "elsewhere"),
+    "name=my-run": ("name", "my-run"),
+    "seed=7": ("seed", 7),
+    "upstream=require": ("upstream", "require"),
+    "rerun=true": ("rerun", True),
+    "gc.keep_days=0.5": ("gc.keep_days", 0.5),
+}
+
+
+def _leaves(schema, prefix=""):
+    """Dotted names of all settings of a dataclass."""
+    for name, hint in typing.get_type_hints(schema).items():
+        if dataclasses.is_dataclass(hint):
+            yield from _leaves(hint, f"{prefix}{name}.")
+        else:
+            yield prefix + name
+
+
+def _flat(values, prefix=""):
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name
+
+
+def _from_yaml_alone(overrides=()):
+    """Dotted names that the YAML files set, with an empty schema before them."""
+    composing._register(typed=False)
+    with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
+        raw = hydra.compose("config", overrides=list(overrides))
+    plain = OmegaConf.to_container(raw, resolve=False)
+    return set(_flat(plain))
+
+
+@pytest.mark.parametrize("option", [*OPTIONS, *EXPERIMENTS])
+def test_every_experiment_and_every_option_composes_and_parses(option):
+    assert isinstance(composing.compose([option]), Config)
+
+
+def test_there_is_something_to_compose():
+    """An empty list of parameters would be a test that passes for nothing."""
+    assert {"family=flux", "precision=bf16", "lr_schedule=cosine"} <= set(OPTIONS)
+    assert EXPERIMENTS
+
+
+def test_every_yaml_file_lies_in_a_group():
+    elsewhere = [path for path in CONF.rglob("*.y*ml") if path.parent.parent != CONF]
+    assert elsewhere == [CONF / "config.yaml"]
+
+
+@pytest.mark.parametrize("given", PUBLIC)
+def test_every_public_option_is_taken(given):
+    setting, expected = PUBLIC[given]
+    assert value_of(composing.compose(_words(given)), setting) == expected
+
+
+def _words(given):
+    return [given] if "'" in given else given.split()
+
+
+def test_every_setting_has_a_public_name_in_this_list():
+    """Presets aside, which groups interpolate, and numbers that only experts touch."""
+    experts = {"timesteps.mean", "timesteps.std", "optimizer.weight_decay", "optimizer.beta1"}
+    experts |= {"optimizer.beta2", "optimizer.eps", "lr_schedule.warmup_steps"}
+    experts |= {"lr_schedule.num_cycles", "lr_schedule.power"}
+    named = {setting for setting, _ in PUBLIC.values()}
+    settings = {name for name in _leaves(Config) if not name.startswith("family.preset.")}
+    assert settings - experts - named == set()
+
+
+@pytest.mark.parametrize("option", ["family=flux", *OPTIONS])
+def test_every_setting_is_stated_in_yaml_and_none_only_in_the_schema(option):
+    stated = {name for name in _from_yaml_alone([option]) if not name.startswith("hydra.")}
+    assert stated == set(_leaves(Config))
+
+
+@pytest.mark.parametrize("option", GROUPS["family"])
+def test_a_family_file_sets_nothing_but_its_family(option):
+    loaded = OmegaConf.load(CONF / "family" / f"{option}.yaml")
+    assert set(_flat(OmegaConf.to_container(loaded, resolve=False), "family.")) <= set(
+        _leaves(Config)
+    )
+    assert loaded.name == option
+
+
+def test_only_experiments_reach_beyond_their_group():
+    reaching = [
+        path.relative_to(CONF).as_posix()
+        for path in CONF.rglob("*.yaml")
+        if "@package" in path.read_text(encoding="utf-8")
+    ]
+    assert sorted(reaching) == [f"experiment/{name}.yaml" for name in GROUPS["experiment"]]
+
+
+def test_no_file_names_code():
+    """A configuration is data: nothing in it is imported or called."""
+    assert [p for p in CONF.rglob("*.yaml") if "_target_" in p.read_text(encoding="utf-8")] == []
+
+
+def test_a_preset_reaches_the_groups_that_take_it():
+    presets = {
+        "family.preset.rank=5": ("adapter.rank", 5),
+        "family.preset.alpha=3": ("adapter.alpha", 3.0),
+        "family.preset.lr=0.5": ("optimizer.lr", 0.5),
+        "family.preset.resolution=256": ("buckets.resolution", 256),
+        "family.preset.lr_schedule=linear": ("lr_schedule.name", "linear"),
+        "family.preset.warmup_steps=9": ("lr_schedule.warmup_steps", 9),
+        "family.preset.max_length=64": ("captions.max_length", 64),
+        "family.preset.targets=[to_v]": ("adapter.targets", ["to_v"]),
+    }
+    config = composing.compose(list(presets))
+    found = {given: value_of(config, setting) for given, (setting, _) in presets.items()}
+    assert found == {given: expected for given, (_, expected) in presets.items()}
+
+
+def test_every_preset_is_one_that_some_group_takes():
+    texts = "".join(path.read_text(encoding="utf-8") for path in CONF.rglob("*.yaml"))
+    presets = [name for name in _leaves(Config) if name.startswith("family.preset.")]
+    assert [name for name in presets if f"${{{name}}}" not in texts] == []
+
+
+@pytest.mark.parametrize(
+    ("given", "alpha"), [([], 16.0), (["adapter.rank=8"], 8.0), (["adapter.alpha=4"], 4.0)]
+)
+def test_alpha_follows_the_rank_unless_it_is_given(given, alpha):
+    assert composing.compose(given).adapter.alpha == alpha
+
+
+def test_alpha_given_with_a_rank_stands():
+    adapter = composing.compose(["adapter.alpha=4", "adapter.rank=8"]).adapter
+    assert (adapter.rank, adapter.alpha) == (8, 4.0)
+
+
+def test_the_order_of_overrides_does_not_matter():
+    overrides = ["precision=bf16", "family.preset.lr=0.5", *EXPERIMENTS[:1], "adapter.rank=8"]
+    first, *others = [composing.compose(o) for o in itertools.permutations(overrides)][::5]
+    assert all(other == first for other in others)
+    assert (first.optimizer.lr, first.adapter.alpha, first.precision.mode) == (0.5, 8.0, "bf16")
+
+
+@pytest.fixture
+def conf(tmp_path, monkeypatch):
+    """A copy of conf/ that a test may change."""
+    copy = tmp_path / "conf"
+    shutil.copytree(CONF, copy)
+    monkeypatch.setattr(composing, "CONF", copy)
+    return copy
+
+
+def test_an_experiment_wins_over_the_preset_and_the_command_line_over_both(conf):
+    (conf / "experiment" / "probe.yaml").write_text(
+        "# @package _global_\noptimizer:\n  lr: 0.25\nadapter:\n  rank: 4\n", encoding="utf-8"
+    )
+    preset, probe = "family.preset.lr=0.5", "+experiment=probe"
+    assert composing.compose([preset]).optimizer.lr == 0.5
+    assert composing.compose([preset, probe]).optimizer.lr == 0.25
+    assert composing.compose([preset, probe, "optimizer.lr=0.125"]).optimizer.lr == 0.125
+    adapter = composing.compose([probe]).adapter
+    assert (adapter.rank, adapter.alpha) == (4, 4.0)
+
+
+def test_an_experiment_may_choose_the_options_of_groups(conf):
+    (conf / "experiment" / "probe.yaml").write_text(
+        "# @package _global_\ndefaults:\n  - override /lr_schedule: linear\n", encoding="utf-8"
+    )
+    assert composing.compose(["+experiment=probe"]).lr_schedule.name == "linear"
+    given = ["+experiment=probe", "lr_schedule=cosine"]
+    assert composing.compose(given).lr_schedule.name == "cosine"
+
+
+def test_the_readme_uses_only_names_that_exist():
+    text = (CHECKOUT / "README.md").read_text(encoding="utf-8")
+    used = {
+        word.split("=")[0].lstrip("+").strip("'\"`")
+        for command in re.findall(r"python -m stages\.[^\n`#]*", text)
+        for word in command.split()
+        if "=" in word and not word.startswith("-")
+    }
+    assert used, "no command was found"
+    assert used - set(_leaves(Config)) - set(GROUPS) == set()
