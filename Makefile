@@ -19,7 +19,7 @@ install: $(STAMP) ## install everything into .venv; again only when the requirem
 $(STAMP): pyproject.toml constraints.txt
 	@echo "installing into .venv; this takes a few minutes, once"
 	@test ! -e $(HALF) && $(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear .venv
-	@touch $(HALF)
+	@rm -f $@ && touch $(HALF)
 	@$(BIN)/python -m pip install --quiet $(TORCH) -e '.[dev]' -c constraints.txt
 	@mv $(HALF) $@
 

@@ -21,7 +21,7 @@ def clip_tokenizer(*, pad_token: str = "<|endoftext|>") -> Any:
     suffix = "</w>"
     # Every byte must exist as the last piece of a word too, or unseen words lose letters.
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    merges = [
+    merges: list[Any] = [
         (word[:end], word[end] + suffix * (end == len(word) - 1))
         for word in _words()
         for end in range(1, len(word))

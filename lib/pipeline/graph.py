@@ -10,7 +10,6 @@ from lib.errors import InputRefused, Problem, StateRefused
 from lib.events import Events
 from lib.family import Family
 from lib.hub import Base, UnbuiltTiny, base_problems, on_hub, open_base
-from lib.manifest import discover
 from lib.memory import Memory
 from lib.pipeline import build_latent_cache, encode_captions, export, prepare_dataset, train
 from lib.pipeline.contract import Inputs, StagePlan
@@ -56,9 +55,8 @@ def problems(config: Config, *, online: bool) -> Iterator[Problem]:
     yield from _family_rules(config, family)
     if online or not on_hub(config.family.base):
         yield from _base_problems(config, family)
-    root = Path(config.dataset.root).expanduser()
-    if root.is_dir():
-        yield from discover(root, instance_prompt=config.dataset.instance_prompt).problems
+    if Path(config.dataset.root).expanduser().is_dir():
+        yield from prepare_dataset.problems(config, Store(Path(config.paths.store).expanduser()))
 
 
 def _base_problems(config: Config, family: Family) -> Iterator[Problem]:

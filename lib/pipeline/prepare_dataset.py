@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -47,18 +47,36 @@ def run(config: Config, inputs: Inputs, store: Store, events: Events) -> Manifes
     return published
 
 
+def problems(config: Config, store: Store) -> Iterator[Problem]:
+    """What is wrong with the folder; if anything is, with its pictures too, in one report."""
+    root = Path(config.dataset.root).expanduser()
+    found = discover(root, instance_prompt=config.dataset.instance_prompt)
+    if found.problems:
+        yield from found.problems
+        yield from _unusable(_inspect_all(found.candidates, Memory(store.root), Events()))
+
+
 def _prepare(config: Config, inputs: Inputs, store: Store, events: Events) -> Manifest:
     root = Path(config.dataset.root).expanduser()
     found = discover(root, instance_prompt=config.dataset.instance_prompt)
     if found.problems:
         raise InputRefused(found.problems)
-    samples = _inspect_all(found.candidates, Memory(store.root), events)
+    inspected = _inspect_all(found.candidates, Memory(store.root), events)
+    if refused := _unusable(inspected):
+        raise SamplesFailed(refused)
+    samples = [picture for picture in inspected if isinstance(picture, Sample)]
     dropped = dict(found.drops)
     report = Report(found.found, len(samples), dropped, found.captions_from)
     return _manifest(samples, report=report, config=config, divisor=inputs.family.FACTS.divisor)
 
 
-def _inspect_all(candidates: Sequence[Candidate], memory: Memory, events: Events) -> list[Sample]:
+def _unusable(inspected: Sequence[Sample | Problem]) -> list[Problem]:
+    return [picture for picture in inspected if isinstance(picture, Problem)]
+
+
+def _inspect_all(
+    candidates: Sequence[Candidate], memory: Memory, events: Events
+) -> list[Sample | Problem]:
     """Every picture is read before any is refused; what is remembered is not read again."""
     results: list[Sample | Problem] = []
     learnt: list[Item | None] = []
@@ -67,11 +85,8 @@ def _inspect_all(candidates: Sequence[Candidate], memory: Memory, events: Events
             results.append(result)
             learnt.append(item)
             events.progress(len(results), len(candidates), unit="pictures")
-    problems = [result for result in results if isinstance(result, Problem)]
-    if problems:
-        raise SamplesFailed(problems)
     memory.remember_all(item for item in learnt if item)
-    return [result for result in results if isinstance(result, Sample)]
+    return results
 
 
 def _inspect(candidate: Candidate, memory: Memory) -> tuple[Sample | Problem, Item | None]:

@@ -3,7 +3,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lib import random
@@ -98,6 +98,7 @@ def rows_of(made):
     return sorted(rows)
 
 
+@settings(max_examples=40)
 @given(
     st.integers(1, 9), st.integers(1, 4), st.integers(0, 99), st.integers(0, 12), st.integers(0, 9)
 )
@@ -208,13 +209,13 @@ def test_dropped_captions_carry_the_unconditional_record_at_the_rate_asked_for(a
         "kept": numbers_of(digest("caption of a.png"), (3, 2)),
     }
     found = []
-    for group in made.plan.groups(0, 400):
+    for group in made.plan.groups(0, 150):
         text = made.step(group).batches[0].conditioning["text_embeds"][0]
         found.append(next(name for name, known in texts.items() if torch.equal(text, known)))
-        if group.step < 20:
+        if group.step < 10:
             plain = whole.step(group).batches[0].conditioning["text_embeds"][0]
             assert torch.equal(plain, texts["kept"])
-    assert abs(found.count("dropped") / 400 - 0.3) < 0.06
+    assert abs(found.count("dropped") / 150 - 0.3) < 0.1
 
 
 def test_the_seed_changes_order_noise_and_sigma(assembler):

@@ -81,7 +81,7 @@ def test_an_unknown_schedule_is_an_error():
         ours("step", 3)
 
 
-CONFIG = OptimizerConfig(lr=0.01, weight_decay=0.1, beta1=0.8, beta2=0.95, eps=1e-6)
+CONFIG = OptimizerConfig(lr=0.01, weight_decay=0.1, beta1=0.8, beta2=0.95, eps=0.05)
 
 
 def parameters():
@@ -101,7 +101,7 @@ def test_ten_fused_steps_are_ten_plain_steps():
     fused, plain = parameters(), parameters()
     ours = make_optimizer(iter(fused), CONFIG)
     theirs = torch.optim.AdamW(
-        plain, lr=0.01, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.1, foreach=False
+        plain, lr=0.01, betas=(0.8, 0.95), eps=0.05, weight_decay=0.1, foreach=False
     )
     for number in range(10):
         rate = 0.01 * (number + 1) / 10

@@ -23,7 +23,6 @@ BROKEN = {
     "latents.max_bytes": [-1, 2**50 + 1],
     "encode.batch_size": [0, 1025],
     "adapter.rank": [0, -1, 321],
-    "adapter.alpha": [0.0, -1.0, NAN, INF],
     "adapter.targets": [[], [""], ["to_q", ""]],
     "adapter.dropout": [-0.1, 1.0, NAN],
     "timesteps.density": ["beta"],
@@ -125,6 +124,11 @@ CROSS = [
     ({"buckets.resolution": 500}, "buckets.resolution=500", "multiple of buckets.step"),
     ({"dataset.root": "no/such/folder"}, "dataset.root=no/such/folder", "no such folder"),
     ({"dataset.root": ""}, "dataset.root=", "folder of pictures"),
+    ({"adapter.alpha": 0.0}, "adapter.alpha=0.0", "above 0"),
+    ({"adapter.alpha": -1.0}, "adapter.alpha=-1.0", "above 0"),
+    ({"adapter.alpha": NAN}, "adapter.alpha=nan", "above 0"),
+    ({"adapter.alpha": INF}, "adapter.alpha=inf", "above 0"),
+    ({"adapter.alpha": 0.0, "adapter.rank": 0}, "adapter.rank=0", "1 to 320"),
 ]
 WITHOUT_EFFECT = [
     ({"lr_schedule.warmup_steps": 5}, "lr_schedule.warmup_steps=5"),
