@@ -18,6 +18,20 @@ def pick_device() -> torch.device:
 
 
 @contextmanager
+def without_cudnn_attention() -> Iterator[None]:
+    """Flash or memory-efficient attention for the block: cuDNN's backward reads illegal memory.
+
+    Seen on an H200 with torch 2.11 in FLUX's backward; the flag is put back afterwards.
+    """
+    was_enabled = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(was_enabled)
+
+
+@contextmanager
 def freed(models: Held) -> Iterator[Held]:
     """Hold models for the block; afterwards nothing of them occupies the device."""
     try:

@@ -8,7 +8,7 @@ from pathlib import Path
 from lib import adapter, files, tensors
 from lib.batches import Assembler, Plan, Records, ahead, slots_of
 from lib.buckets import Bucket
-from lib.device import pick_device, release
+from lib.device import pick_device, release, without_cudnn_attention
 from lib.errors import Problem, StateRefused
 from lib.events import Events
 from lib.family import Family
@@ -43,16 +43,17 @@ def train_run(
     start, seen = _restore(trainer, folder, key=claim.key, events=events)
     assembler = make_assembler(config, family, upstream, store)
     groups = assembler.plan.groups(start, total_steps)
-    finished = train(
-        trainer,
-        ahead(assembler.step, groups),
-        config=config,
-        total_steps=total_steps,
-        num_samples_seen=seen,
-        folder=folder,
-        train_key=claim.key,
-        events=events,
-    )
+    with without_cudnn_attention():
+        finished = train(
+            trainer,
+            ahead(assembler.step, groups),
+            config=config,
+            total_steps=total_steps,
+            num_samples_seen=seen,
+            folder=folder,
+            train_key=claim.key,
+            events=events,
+        )
     _write_adapter(trainer, claim)
     del trainer
     release()
@@ -63,6 +64,9 @@ def make_trainer(config: Config, family: Family, base: Base, events: Events) -> 
     """The denoiser in the run's precision with a fresh adapter and its optimizer."""
     device, dtype = pick_device(), DTYPES[config.precision.mode]
     events.decision("device", str(device), source="machine", reason="the first GPU, else the CPU")
+    if device.type == "cuda":
+        reason = "cuDNN's attention crashes in the backward"
+        events.decision("attention", "flash or efficient", source="known fault", reason=reason)
     denoiser = family.load_denoiser(base, dtype=dtype, device=device)
     injected = adapter.inject(denoiser, config.adapter, seed=config.seed)
     counts = ", ".join(f"{target} {count}" for target, count in injected.matches.items())
