@@ -28,7 +28,7 @@ demo: install ## run the whole graph on the shipped pictures, on a CPU, and show
 	@echo "adapters:" && ls outputs/*/exports/*/*.safetensors
 
 test: lint ## format, lint, contracts, types, tests
-	@$(BIN)/python -m pytest -q
+	@$(BIN)/python -m pytest -q -n auto
 
 lint: install ## everything that `make test` checks without running the code
 	@$(BIN)/ruff format --check --quiet . || { echo "not formatted; run make format"; exit 1; }

@@ -49,7 +49,7 @@ DENOISER = {"guidance_embeds": True}  # the class's other defaults are FLUX.1's
 
 
 def build(folder: Path, *, device: str) -> None:
-    """Save the pipeline folder; the denoiser is made on the device, where 12 B numbers are quick."""
+    """Save the pipeline folder; 12 B random numbers are quick on a GPU, so they are made there."""
     from diffusers import (
         AutoencoderKL,
         FlowMatchEulerDiscreteScheduler,

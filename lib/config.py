@@ -90,11 +90,16 @@ def _scalar(kind: type, value: Any) -> Any:
     if kind is bool:
         words = {"true": True, "false": False}
         return value if isinstance(value, bool) else words.get(str(value).lower())
-    if kind is str:
-        return str(value) if isinstance(value, str | int | float) else None
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         return None
+    if kind is str:
+        return str(value)
     try:
-        return kind(value) if isinstance(value, str) or kind(value) == value else None
+        # float("nan") is a float; the rules say what it may be.
+        return kind(value) if kind is float or isinstance(value, str) else _whole(value)
     except (ValueError, OverflowError):
         return None
+
+
+def _whole(value: int | float) -> int | None:
+    return int(value) if int(value) == value else None

@@ -14,10 +14,10 @@ import numpy as np
 import torch
 
 from lib.errors import Problem
-from lib.family import Family, Record
+from lib.family import Family, Posterior, Record
 from lib.images import Geometry, ImageError, decode, render
 from lib.keys import Key
-from lib.records import posterior_record, to_stored
+from lib.records import to_stored
 from lib.store import Store
 
 THREADS = 2
@@ -113,6 +113,11 @@ def _encoded(
         posterior = family.encode_images(autoencoder, stacked)
         for row, picture in enumerate(readable):
             yield picture, posterior_record(posterior, row=row)
+
+
+def posterior_record(posterior: Posterior, *, row: int) -> dict[str, torch.Tensor]:
+    """One picture's mean and std: c h w."""
+    return {"mean": posterior.mean[row], "std": posterior.std[row]}
 
 
 def paths_of(samples: Sequence[Mapping[str, Any]], root: Path) -> dict[str, Path]:

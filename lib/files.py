@@ -116,6 +116,11 @@ def touch(path: Path) -> None:
         os.utime(path)
 
 
+def user_path(text: str) -> Path:
+    """A path as a user typed it: `~` is theirs, a relative one starts where they stand."""
+    return Path(os.path.expanduser(text))
+
+
 def make_folder(path: Path) -> None:
     """Create a folder and its parents durably; existing is fine."""
     if path.is_dir():

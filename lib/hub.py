@@ -13,6 +13,7 @@ from typing import Any
 from lib import files, hub_download
 from lib.errors import InputRefused, Problem
 from lib.family import Facts, Family
+from lib.files import user_path
 from lib.keys import Key, digest
 from lib.memory import Memory
 from lib.quiet import without_library_bars
@@ -147,7 +148,7 @@ def open_base(config: FamilyConfig, *, family: Family, store: Path, memory: Memo
         root = store / "bases" / f"{family.FACTS.name}-{digest(family.TINY)}"
         unbuilt = UnbuiltTiny(family, root=root, memory=memory)
         return unbuilt.build() if root.exists() else unbuilt
-    folder = Path(config.base).expanduser()
+    folder = user_path(config.base)
     if folder.is_dir():
         return Base(config.base, root=folder, name=f"file:{folder.resolve()}", memory=memory)
     if _looks_like_path(config.base):
@@ -165,7 +166,7 @@ def open_base(config: FamilyConfig, *, family: Family, store: Path, memory: Memo
 
 def on_hub(base: str) -> bool:
     """Whether `family.base` can only be a Hub id."""
-    return base != TINY and not Path(base).expanduser().is_dir() and not _looks_like_path(base)
+    return base != TINY and not user_path(base).is_dir() and not _looks_like_path(base)
 
 
 def base_problems(base: Base, *, family: Family, others: Mapping[str, Facts]) -> Iterator[Problem]:
@@ -176,7 +177,11 @@ def base_problems(base: Base, *, family: Family, others: Mapping[str, Facts]) ->
     if not (base.root / INDEX).is_file():
         yield Problem(setting, f"has no {INDEX}", "a folder made by a pipeline's save_pretrained")
         return
-    index = base.index()
+    try:
+        index = base.index()
+    except ValueError as error:
+        yield Problem(setting, f"{INDEX} cannot be read ({error})", remedy="save it again")
+        return
     pipeline = index.get("_class_name")
     if pipeline not in facts.pipelines:
         fitting = [name for name, other in others.items() if pipeline in other.pipelines]

@@ -44,13 +44,15 @@ def component(repo: str, commit: str, *, component: str) -> Path:
 def listing(repo: str, commit: str, *, component: str) -> Listing:
     """Digests: the commit's listing names large files by SHA-256; small ones are read."""
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HTTPError, OfflineModeIsEnabled
+    from huggingface_hub.errors import HfHubHTTPError, HTTPError, OfflineModeIsEnabled
 
     with _explained(repo, commit):
         small = [f"{component}/*{suffix}" for suffix in (".json", ".txt", ".model", ".jinja")]
         root = Path(snapshot_download(repo, revision=commit, allow_patterns=small))
         try:
             large = _large_files(repo, commit, component=component)
+        except HfHubHTTPError:
+            raise  # an answer, if a bad one, is no missing network
         except (OfflineModeIsEnabled, HTTPError):
             # Without the network, what is cached is what there is.
             cached = sorted((root / component).glob("*.safetensors"))

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from lib.family import Posterior
 from lib.tensors import Tensor
 
 DTYPES = {
@@ -32,11 +31,6 @@ def to_stored(tensors: Mapping[str, torch.Tensor]) -> dict[str, Tensor]:
 def from_stored(tensors: Mapping[str, Tensor]) -> dict[str, torch.Tensor]:
     """The tensors again, each owning its memory."""
     return {name: _loaded(tensor) for name, tensor in tensors.items()}
-
-
-def posterior_record(posterior: Posterior, *, row: int) -> dict[str, torch.Tensor]:
-    """One picture's mean and std: c h w."""
-    return {"mean": posterior.mean[row], "std": posterior.std[row]}
 
 
 def num_bytes(shapes: Mapping[str, tuple[int, ...]], *, dtype: str) -> int:

@@ -3,11 +3,11 @@
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from lib.errors import Problem
-from lib.schema import TINY, Config, value_of
+from lib.files import user_path
+from lib.schema import TINY, Config, settings_of, value_of
 
 SCHEDULES = (
     "constant",
@@ -64,7 +64,7 @@ RULES: tuple[Rule, ...] = (
     Rule("adapter.dropout", lambda v: 0 <= v < 1, "0 to below 1"),
     _choice("timesteps.density", "logit_normal", "uniform"),
     _number("timesteps.mean", -10, 10),
-    _above("timesteps.std", 0),
+    _number("timesteps.std", 0.01, 10),
     _above("timesteps.shift", 0),
     _choice("optimizer.name", "adamw"),
     _number("optimizer.lr", 1e-12, 10),
@@ -107,11 +107,20 @@ def problems_of(config: Config) -> Iterator[Problem]:
         value = value_of(config, rule.setting)
         if not rule.holds(value):
             yield Problem(f"{rule.setting}={value}", "out of range", rule.allowed, rule.remedy)
+    yield from _finite_rules(config)
     yield from _length_rules(config)
     yield from _alpha_rule(config)
     yield from _batch_rules(config)
     yield from _no_effect(config)
     yield from _path_rules(config)
+
+
+def _finite_rules(config: Config) -> Iterator[Problem]:
+    """Numbers that no rule above looks at, such as a family's presets."""
+    ruled = {rule.setting for rule in RULES} | {"adapter.alpha"}
+    for setting, value in settings_of(config):
+        if isinstance(value, float) and not math.isfinite(value) and setting not in ruled:
+            yield Problem(f"{setting}={value}", "out of range", "a finite number")
 
 
 def _length_rules(config: Config) -> Iterator[Problem]:
@@ -126,12 +135,6 @@ def _length_rules(config: Config) -> Iterator[Problem]:
     if steps is None and epochs is None:
         yield Problem(
             "trainer.max_steps=None", "no length is set", "trainer.max_steps or trainer.num_epochs"
-        )
-    if steps is not None and config.lr_schedule.warmup_steps > steps:
-        yield Problem(
-            f"lr_schedule.warmup_steps={config.lr_schedule.warmup_steps}",
-            f"longer than trainer.max_steps={steps}",
-            f"0 to {steps}",
         )
 
 
@@ -166,19 +169,19 @@ def _no_effect(config: Config) -> Iterator[Problem]:
         yield _ignored(
             f"lr_schedule.warmup_steps={schedule.warmup_steps}",
             "lr_schedule.name=constant has no warm-up",
-            "lr_schedule=constant_with_warmup",
+            "use lr_schedule=constant_with_warmup",
         )
     if schedule.name != "cosine_with_restarts" and schedule.num_cycles != 1:
         yield _ignored(
             f"lr_schedule.num_cycles={schedule.num_cycles}",
             f"lr_schedule.name={schedule.name} has no cycles",
-            "lr_schedule=cosine_with_restarts",
+            "use lr_schedule=cosine_with_restarts",
         )
     if schedule.name != "polynomial" and schedule.power != 1.0:
         yield _ignored(
             f"lr_schedule.power={schedule.power}",
             f"lr_schedule.name={schedule.name} has no power",
-            "lr_schedule=polynomial",
+            "use lr_schedule=polynomial",
         )
     for name in ("mean", "std"):
         value = getattr(timesteps, name)
@@ -186,20 +189,20 @@ def _no_effect(config: Config) -> Iterator[Problem]:
             yield _ignored(
                 f"timesteps.{name}={value}",
                 "timesteps.density=uniform has none",
-                "timesteps=logit_normal",
+                "use timesteps=logit_normal",
             )
     if config.latents.variants == 1:
         if config.latents.random_flip:
             yield _ignored(
                 "latents.random_flip=True",
                 "the first variant is the plain centre crop",
-                "latents.variants=2 or more",
+                "use latents.variants=2 or more",
             )
         if config.latents.crop_seed:
             yield _ignored(
                 f"latents.crop_seed={config.latents.crop_seed}",
                 "the first variant is the plain centre crop",
-                "latents.variants=2 or more",
+                "use latents.variants=2 or more",
             )
     if config.family.revision is not None and _is_local(config.family.base):
         yield _ignored(
@@ -210,20 +213,20 @@ def _no_effect(config: Config) -> Iterator[Problem]:
 
 
 def _ignored(subject: str, why: str, remedy: str) -> Problem:
-    return Problem(subject, f"would have no effect: {why}", remedy=f"use {remedy}")
+    return Problem(subject, f"would have no effect: {why}", remedy=remedy)
 
 
 def _is_local(base: str) -> bool:
-    return base == TINY or Path(base).expanduser().is_dir()
+    return base == TINY or user_path(base).is_dir()
 
 
 def _path_rules(config: Config) -> Iterator[Problem]:
-    root = Path(config.dataset.root).expanduser()
+    root = user_path(config.dataset.root)
     if not config.dataset.root or not root.is_dir():
         why = "no such folder" if not root.exists() else "not a folder"
         remedy = "give a folder of pictures, relative to where you stand or absolute"
         yield Problem(f"dataset.root={config.dataset.root}", why, remedy=remedy)
     for setting in ("paths.store", "paths.outputs"):
-        path = Path(value_of(config, setting)).expanduser()
+        path = user_path(value_of(config, setting))
         if path.exists() and not path.is_dir():
             yield Problem(f"{setting}={path}", "exists and is not a folder")

@@ -5,7 +5,7 @@ import platform
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
@@ -17,7 +17,7 @@ from lib import files
 from lib.errors import Problem, StateRefused
 from lib.events import Events
 from lib.keys import file_digest
-from lib.process import is_alive, this_process
+from lib.leases import Owner, is_alive, this_process
 from lib.schema import Config, to_plain
 
 LIBRARIES = ("torch", "diffusers", "transformers", "peft", "numpy", "pillow", "safetensors")
@@ -42,7 +42,13 @@ def record_path(store: Path, key: str) -> Path:
 def read(store: Path, key: str) -> Mapping[str, Any] | None:
     """The record of a key, or None."""
     path = record_path(store, key)
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        remedy = "remove the file: the run is then made again, in a new folder"
+        raise StateRefused(Problem(str(path), "is no run record", remedy=remedy)) from error
 
 
 def completed(store: Path, key: str) -> Path | None:
@@ -69,16 +75,8 @@ def claim(
     # Two processes that both find a dead owner must not both resume.
     with FileLock(record_path(store, key).with_suffix(".lock")):
         record = read(store, key)
-        if record and record["state"] == "running" and is_alive(record["process"]):
-            process = record["process"]
-            raise StateRefused(
-                Problem(
-                    f"run {key[:12]}",
-                    f"is running: process {process['pid']} on {process['host']}, "
-                    f"folder {record['folder']}",
-                    remedy="wait for it, or stop it",
-                )
-            )
+        if record and record["state"] == "running":
+            _refuse_if_alive(key, record)
         resumable = record and record["state"] != "complete" and not rerun
         folder = Path(record["folder"]) if record and resumable else None
         resumed = folder is not None and folder.is_dir()
@@ -89,11 +87,20 @@ def claim(
             {
                 "state": "running",
                 "folder": str(folder.resolve()),
-                "process": this_process(),
+                "process": asdict(this_process()),
                 "manifests": [list(item) for item in manifests],
             },
         )
     return Claim(key=key, folder=folder, resumed=resumed)
+
+
+def _refuse_if_alive(key: str, record: Mapping[str, Any]) -> None:
+    """A process on another host cannot be asked, so it counts as alive."""
+    owner = Owner(**record["process"])
+    if owner.host == platform.node() and not is_alive(owner):
+        return
+    why = f"is running: process {owner.pid} on {owner.host}, folder {record['folder']}"
+    raise StateRefused(Problem(f"run {key[:12]}", why, remedy="wait for it, or stop it"))
 
 
 @contextmanager

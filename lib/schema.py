@@ -4,6 +4,7 @@ Hydra checks overrides against them and `lib.config` builds them; neither rules 
 """
 
 import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -160,6 +161,16 @@ class Config:
 def to_plain(config: Any) -> dict[str, Any]:
     """Plain nested values, as written to a run's config.yaml."""
     return dataclasses.asdict(config)
+
+
+def settings_of(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every setting by its dotted name, with its value."""
+    for field_ in dataclasses.fields(config):
+        value = getattr(config, field_.name)
+        if dataclasses.is_dataclass(value):
+            yield from settings_of(value, f"{prefix}{field_.name}.")
+        else:
+            yield f"{prefix}{field_.name}", value
 
 
 def value_of(config: Config, setting: str) -> Any:

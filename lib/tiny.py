@@ -40,7 +40,7 @@ def clip_tokenizer(*, pad_token: str = "<|endoftext|>") -> Any:
 
 def t5_tokenizer(*, model_max_length: int = 512) -> Any:
     """A T5 unigram tokenizer with the hundred sentinel pieces."""
-    from transformers import T5TokenizerFast
+    from transformers import T5Tokenizer
 
     start = "\u2581"
     words = [start + word for word in _words()]
@@ -49,7 +49,7 @@ def t5_tokenizer(*, model_max_length: int = 512) -> Any:
     pieces += [(word, -4.0) for word in words] + [(start, -5.0)]
     pieces += [(letter, -6.0) for letter in letters]
     pieces += [(f"<extra_id_{number}>", 0.0) for number in range(99, -1, -1)]
-    return T5TokenizerFast(vocab=pieces, model_max_length=model_max_length)
+    return T5Tokenizer(vocab=pieces, model_max_length=model_max_length)
 
 
 def _words() -> list[str]:

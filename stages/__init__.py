@@ -43,6 +43,10 @@ def guarded(action: Callable[[], int]) -> int:
         for problem in error.problems:
             print(f"  {problem}", file=sys.stderr)
         return error.exit_code
+    except BrokenPipeError:
+        # Whoever read our output has gone; Python would complain once more when it exits.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except KeyboardInterrupt:
         print("interrupted; the same command resumes from the last checkpoint", file=sys.stderr)
         return INTERRUPTED
@@ -54,8 +58,12 @@ def _main(job: Job, arguments: Sequence[str]) -> int:
     flags = [word for word in arguments if word.startswith("-")]
     if not flags:
         return job(composing.compose(arguments))
-    if not {"-h", "--help", "--hydra-help", "-m", "--multirun"} & set(flags):
-        composing.compose([word for word in arguments if "=" in word and word not in flags])
+    if {"-h", "--help"} & set(flags):
+        print(composing.help_text())
+        return 0
+    if flags in (["--cfg"], ["-c"]) and "job" in arguments:
+        print(composing.shown([word for word in arguments if word not in (*flags, "job")]))
+        return 0
     return composing.with_hydra(job, arguments)
 
 

@@ -1,6 +1,9 @@
 """Hydra's part: overrides -> one plain mapping -> `Config`, or one report of all refusals."""
 
-from collections.abc import Callable, Sequence
+import dataclasses
+import difflib
+import typing
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from hydra import compose as hydra_compose
@@ -9,6 +12,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, flag_override
 from omegaconf.errors import OmegaConfBaseException
+from yaml import MarkedYAMLError
 
 from lib.config import Reading, read
 from lib.errors import InputRefused, Problem
@@ -17,6 +21,12 @@ from stages import CHECKOUT
 
 CONF = CHECKOUT / "conf"
 NAME = "config"
+WHOLE = "conf/"
+HELP = """\
+python -m stages.<stage> [group=option ...] [setting=value ...]
+
+Runs the stage and all that is missing upstream. `+experiment=<name>` takes a whole recipe,
+`--cfg job` shows the composed configuration, `-m setting=a,b` runs once for each value."""
 REFUSALS = (HydraException, OmegaConfBaseException)
 
 
@@ -35,6 +45,28 @@ def compose(overrides: Sequence[str]) -> Config:
         more = [problem for problem in found if problem.subject.split("=")[0] not in refused]
         raise InputRefused([*reading.problems, *more])
     return reading.config
+
+
+def help_text() -> str:
+    """How to write a command, the options of each group, and every setting with its default."""
+    groups = {folder.name: folder for folder in sorted(CONF.iterdir()) if folder.is_dir()}
+    options = [
+        f"  {name}: {', '.join(sorted(file.stem for file in folder.glob('*.yaml')))}"
+        for name, folder in groups.items()
+    ]
+    return "\n".join([HELP, "", "Groups (group=option):", *options, "", "Settings:", shown([])])
+
+
+def shown(overrides: Sequence[str]) -> str:
+    """The composed configuration as YAML, interpolations as they stand; refused like a run."""
+    try:
+        raw = _raw(overrides, typed=True)
+    except REFUSALS:
+        raw = None
+    if raw is None or read(_plain(raw)).problems:
+        compose(overrides)  # refuses, and says why
+        raise AssertionError("a refusal that compose does not make")
+    return OmegaConf.to_yaml(raw).rstrip()
 
 
 def with_hydra(job: Callable[[Config], int], arguments: Sequence[str]) -> int:
@@ -60,25 +92,62 @@ def with_hydra(job: Callable[[Config], int], arguments: Sequence[str]) -> int:
 
 
 def _read(overrides: Sequence[str], *, typed: bool) -> Reading:
+    raw = _raw(overrides, typed=typed)
+    reading = read(_plain(raw))
+    refused = {_setting(problem) for problem in reading.problems}
+    own = tuple(p for p in reading.problems if not _follows(raw, _setting(p), refused))
+    return Reading(reading.config, own)
+
+
+def _raw(overrides: Sequence[str], *, typed: bool) -> DictConfig:
     _register(typed=typed)
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        return read(_plain(hydra_compose(NAME, overrides=list(overrides))))
+        return _composed(overrides)
+
+
+def _composed(overrides: Sequence[str]) -> DictConfig:
+    """Hydra's composition; a file that is no YAML is refused by itself, whatever else is wrong."""
+    try:
+        return hydra_compose(NAME, overrides=list(overrides))
+    except MarkedYAMLError as error:
+        mark = error.problem_mark
+        where = f"{mark.name} line {mark.line + 1}" if mark else str(CONF)
+        raise InputRefused(Problem(where, f"is not YAML: {error.problem}")) from error
+    except REFUSALS:
+        raise
+    except ValueError as error:  # a group that is given a number or null
+        raise HydraException(str(error)) from error
+
+
+def _setting(problem: Problem) -> str:
+    return problem.subject.split("=")[0]
+
+
+def _follows(raw: DictConfig, setting: str, refused: set[str]) -> bool:
+    """Whether a setting only repeats another that is refused too: that is one mistake."""
+    node: Any = raw
+    for part in setting.split("."):
+        node = node._get_node(part, validate_access=False) if isinstance(node, DictConfig) else None
+    value = node._value() if node is not None and node._is_interpolation() else ""
+    return isinstance(value, str) and value.strip("${}") in refused
 
 
 def _collect(overrides: Sequence[str]) -> Reading:
     """Each override alone, without types; then the good ones together, types and rules by us."""
-    problems, good = [], []
+    problems: list[Problem] = []
+    alone: dict[str, Reading] = {}
     for override in overrides:
         try:
-            _read([override], typed=False)
-            good.append(override)
+            alone[override] = _read([override], typed=False)
         except REFUSALS as error:
             problems.append(_problem(override, error))
     try:
-        reading = _read(good, typed=False)
+        reading = alone.popitem()[1] if len(alone) == 1 else _read([*alone], typed=False)
     except REFUSALS as error:
+        if not alone:  # a file of conf/ is wrong: no override can be judged
+            raise InputRefused(_problem(WHOLE, error)) from error
         reading = read({})
-        problems.append(_problem(" ".join(good) or "conf/", error))
+        problems.append(_problem(" ".join(alone), error))
     return Reading(reading.config, tuple(sorted({*problems, *reading.problems})))
 
 
@@ -93,10 +162,35 @@ def _problem(override: str, error: Exception) -> Problem:
         line for line in lines[1:] if " " not in line and "=" not in line and ":" not in line
     ]
     if "Available options" in str(error):
-        return Problem(override, "no such option", ", ".join(options))
+        why = why if override == WHOLE else "no such option"
+        return Problem(override, why, ", ".join(options))
     if "not in struct" in why or "Could not override" in why:
-        return Problem(override, "unknown setting", remedy="see --help for the names")
+        return Problem(override, "unknown setting", remedy=_nearest(override))
+    if "Ambiguous value" in why:
+        return Problem(override, "several values", remedy="add -m for one run with each")
+    if "Config group override must be" in why:
+        return Problem(override, "not the name of an option", remedy="see --help for the names")
+    if "parsing override" in why or "viable alternative" in why or "input" in why:
+        return Problem(override, "cannot be read", "name=value; quote values with special signs")
     return Problem(override, why)
+
+
+def _nearest(override: str) -> str:
+    """The setting or group that was probably meant."""
+    given = override.split("=")[0].lstrip("+~")
+    if (CONF / given).is_dir():
+        return f"add a +: +{override}"
+    names = [*_names(Config), *(f.name for f in CONF.iterdir() if f.is_dir())]
+    close = difflib.get_close_matches(given, names, n=1)
+    return f"did you mean {close[0]}?" if close else "see --help for the names"
+
+
+def _names(schema: Any, prefix: str = "") -> Iterator[str]:
+    for name, hint in typing.get_type_hints(schema).items():
+        if dataclasses.is_dataclass(hint):
+            yield from _names(hint, f"{prefix}{name}.")
+        else:
+            yield prefix + name
 
 
 def _register(*, typed: bool) -> None:

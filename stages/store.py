@@ -2,8 +2,8 @@
 
 import sys
 import time
-from pathlib import Path
 
+from lib.files import user_path
 from lib.schema import Config
 from lib.store import Store
 from stages import main
@@ -66,11 +66,14 @@ def stats(config: Config) -> int:
 
 
 def _store(config: Config) -> Store:
-    return Store(Path(config.paths.store).expanduser())
+    return Store(user_path(config.paths.store))
 
 
 if __name__ == "__main__":
     action = sys.argv[1] if len(sys.argv) > 1 else ""
+    if action in ("-h", "--help"):
+        print(f"python -m stages.store {'|'.join(ACTIONS)} [setting=value ...]\n{__doc__}")
+        sys.exit(0)
     if action not in ACTIONS:
         allowed = ", ".join(ACTIONS)
         print(f"refused: store {action}: unknown action; allowed: {allowed}", file=sys.stderr)

@@ -75,12 +75,16 @@ REFUSED = {
         ["trainer.batch_size=many", "a whole number"],
     ),
     "a wrong range": ([TINY, "adapter.rank=0"], ["adapter.rank=0", "1 to 320"]),
-    "a misspelt setting": ([TINY, "adapter.rnak=4"], ["adapter.rnak=4", "unknown setting"]),
+    "a wrong type that others repeat": ([TINY, "adapter.rank=many"], ["adapter.rank=many"]),
+    "a misspelt setting": ([TINY, "adapter.rnak=4"], ["adapter.rnak=4", "mean adapter.rank?"]),
+    "a number for a group": ([TINY, "adapter=3"], ["adapter=3"]),
+    "null for a group": ([TINY, "adapter=null"], ["adapter=null"]),
+    "no name": ([TINY, "=3"], ["=3"]),
     "a misspelt group": ([TINY, "optimiser=adamw"], ["optimiser=adamw", "unknown setting"]),
     "an added setting": ([TINY, "+adapter.foo=4"], ["adapter.foo=4", "alpha, dropout"]),
     "no override at all": ([TINY, "fast"], ["fast"]),
     "an open bracket": ([TINY, "adapter.targets=[to_q"], ["adapter.targets=[to_q"]),
-    "a sweep without its flag": ([TINY, "adapter.rank=8,16"], ["adapter.rank=8,16"]),
+    "a sweep without its flag": ([TINY, "adapter.rank=8,16"], ["adapter.rank=8,16", "add -m"]),
     "an indivisible batch": (
         [TINY, "trainer.batch_size=4", "trainer.micro_batch=3"],
         ["trainer.micro_batch=3", "1, 2, 4"],
@@ -134,6 +138,20 @@ def test_a_misspelt_name_in_a_file_is_refused_with_the_names_there_are(cli, conf
     done = cli(TINY)
     assert (done.code, done.lines[0]) == (2, "refused: 1 problem")
     assert "trainer.bath_size=1: unknown setting; allowed: batch_size" in done.lines[1]
+
+
+def test_a_file_that_is_no_yaml_is_named_with_its_line_alone(cli, conf):
+    _spoil(conf / "trainer" / "default.yaml", "batch_size: 1", "batch_size: [1")
+    done = cli(TINY, "adapter.rank=8", "seed=3")
+    assert (done.code, done.lines[0]) == (2, "refused: 1 problem")
+    assert f"{conf / 'trainer' / 'default.yaml'} line 4: is not YAML" in done.lines[1]
+
+
+def test_a_file_that_names_no_option_is_not_blamed_on_the_overrides(cli, conf):
+    _spoil(conf / "config.yaml", "- family: flux", "- family: fluxy")
+    done = cli(TINY, "adapter.rank=8", "seed=3")
+    assert (done.code, done.lines[0]) == (2, "refused: 1 problem")
+    assert "family/fluxy" in done.lines[1]
 
 
 def test_a_plan_refuses_what_a_run_refuses(cli):

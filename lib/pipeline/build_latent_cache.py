@@ -4,11 +4,11 @@ import math
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from lib.errors import InputRefused, Problem, SamplesFailed
 from lib.events import Events
+from lib.files import user_path
 from lib.images import Geometry
 from lib.keys import Key
 from lib.leases import lease
@@ -82,7 +82,7 @@ def _encode(
     from lib.records import DTYPES
 
     samples = inputs.upstream["prepare_dataset"].payload["samples"]
-    paths = paths_of(samples, Path(config.dataset.root).expanduser())
+    paths = paths_of(samples, user_path(config.dataset.root))
     pictures = {
         Picture(w.image_key, w.geometry, paths[w.image_key]): key for w, key in todo.items()
     }

@@ -2,13 +2,13 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from types import ModuleType
 
 from lib import families
 from lib.errors import InputRefused, Problem, StateRefused
 from lib.events import Events
 from lib.family import Family
+from lib.files import user_path
 from lib.hub import Base, UnbuiltTiny, base_problems, on_hub, open_base
 from lib.memory import Memory
 from lib.pipeline import build_latent_cache, encode_captions, export, prepare_dataset, train
@@ -55,12 +55,12 @@ def problems(config: Config, *, online: bool) -> Iterator[Problem]:
     yield from _family_rules(config, family)
     if online or not on_hub(config.family.base):
         yield from _base_problems(config, family)
-    if Path(config.dataset.root).expanduser().is_dir():
-        yield from prepare_dataset.problems(config, Store(Path(config.paths.store).expanduser()))
+    if config.dataset.root and user_path(config.dataset.root).is_dir():
+        yield from prepare_dataset.problems(config, Store(user_path(config.paths.store)))
 
 
 def _base_problems(config: Config, family: Family) -> Iterator[Problem]:
-    store = Path(config.paths.store).expanduser()
+    store = user_path(config.paths.store)
     try:
         base = open_base(config.family, family=family, store=store, memory=Memory(store))
     except InputRefused as refused:
@@ -82,7 +82,7 @@ def _family_rules(config: Config, family: Family) -> Iterator[Problem]:
 
 def open_inputs(config: Config) -> Opened:
     """Open the store, the family and the base; nothing is built."""
-    store = Store(Path(config.paths.store).expanduser())
+    store = Store(user_path(config.paths.store))
     family = families.get(config.family.name)
     base = open_base(config.family, family=family, store=store.root, memory=Memory(store.root))
     return Opened(store=store, family=family, base=base)

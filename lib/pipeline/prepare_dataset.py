@@ -5,12 +5,12 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from lib import buckets
 from lib.errors import InputRefused, Problem, SamplesFailed
 from lib.events import Events
+from lib.files import user_path
 from lib.images import RECIPE, variants
 from lib.keys import digest, make_key
 from lib.manifest import Candidate, Report, Sample, discover, inspect
@@ -49,7 +49,7 @@ def run(config: Config, inputs: Inputs, store: Store, events: Events) -> Manifes
 
 def problems(config: Config, store: Store) -> Iterator[Problem]:
     """What is wrong with the folder; if anything is, with its pictures too, in one report."""
-    root = Path(config.dataset.root).expanduser()
+    root = user_path(config.dataset.root)
     found = discover(root, instance_prompt=config.dataset.instance_prompt)
     if found.problems:
         yield from found.problems
@@ -57,7 +57,7 @@ def problems(config: Config, store: Store) -> Iterator[Problem]:
 
 
 def _prepare(config: Config, inputs: Inputs, store: Store, events: Events) -> Manifest:
-    root = Path(config.dataset.root).expanduser()
+    root = user_path(config.dataset.root)
     found = discover(root, instance_prompt=config.dataset.instance_prompt)
     if found.problems:
         raise InputRefused(found.problems)

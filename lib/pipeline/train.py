@@ -1,13 +1,13 @@
 """Stage `train`: one denoiser's adapter on the cached records; resumes where it stopped."""
 
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from lib import runs
 from lib.buckets import PLAN_VERSION, steps_per_epoch
 from lib.errors import InputRefused, Problem
 from lib.events import Events
+from lib.files import user_path
 from lib.keys import Key, digest
 from lib.leases import lease
 from lib.pipeline.contract import Inputs, StagePlan, entry_keys
@@ -47,7 +47,7 @@ def run(config: Config, inputs: Inputs, store: Store, events: Events) -> Manifes
         claim = runs.claim(
             store.root,
             manifest.key,
-            outputs=Path(config.paths.outputs).expanduser(),
+            outputs=user_path(config.paths.outputs),
             name=config.name or f"{config.family.name}-{manifest.key[:8]}",
             manifests=[(made.stage, made.key) for made in (*inputs.upstream.values(), manifest)],
             rerun=config.rerun,
@@ -70,6 +70,9 @@ def _train(
     keys = {made.stage: made.key for made in (*inputs.upstream.values(), planned.known())}
     runs.describe(claim, config, keys=keys, events=events)
     events.phase(STAGE, "start", folder=str(claim.folder), total=planned.total)
+    if (warmup := config.lr_schedule.warmup_steps) > planned.total:
+        share = f"{planned.total} of {warmup}"
+        events.warning(f"the run ends within its warm-up: {share} of lr_schedule.warmup_steps")
     finished = train_run(
         claim,
         config,
@@ -93,12 +96,9 @@ def _total_steps(config: Config, inputs: Inputs) -> int:
     slots = sum(sample["repeats"] for sample in samples)
     epochs = config.trainer.num_epochs or 0
     steps = epochs * steps_per_epoch(slots, batch_size=config.trainer.batch_size)
-    setting = f"trainer.num_epochs={epochs}"
     if steps > MAX_STEPS:
-        raise InputRefused(Problem(setting, f"makes {steps} steps", f"at most {MAX_STEPS}"))
-    if config.lr_schedule.warmup_steps > steps:
-        why = f"makes {steps} steps, fewer than lr_schedule.warmup_steps"
-        raise InputRefused(Problem(setting, why, f"at most {steps} steps of warm-up"))
+        why = f"makes {steps} steps"
+        raise InputRefused(Problem(f"trainer.num_epochs={epochs}", why, f"at most {MAX_STEPS}"))
     return steps
 
 

@@ -138,14 +138,14 @@ def test_an_unbuilt_tiny_base_counts_as_all_missing_with_its_bytes(planned, ensu
 @pytest.mark.slow
 def test_plan_imports_no_torch_and_makes_nothing(settings, tmp_path):
     script = (
-        "import sys; sys.argv = ['plan', *{overrides!r}]\n"
-        "sys.path.insert(0, {checkout!r})\n"
+        f"import sys; sys.argv = ['plan', *{settings()!r}]\n"
+        f"sys.path.insert(0, {str(CHECKOUT)!r})\n"
         "import runpy\n"
         "try:\n    runpy.run_module('stages.plan', run_name='__main__')\n"
         "except SystemExit as end:\n    assert not end.code, end.code\n"
-        "heavy = {{'torch', 'diffusers', 'transformers', 'peft'}} & set(sys.modules)\n"
+        "heavy = {'torch', 'diffusers', 'transformers', 'peft'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
-    ).format(overrides=settings(), checkout=str(CHECKOUT))
+    )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "to write" in done.stdout

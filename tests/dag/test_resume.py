@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,13 @@ def in_new_process(overrides, *, stage="train", before="", **values):
         checkout=str(CHECKOUT), stage=stage, overrides=overrides, **values
     )
     return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+
+
+def process_record(pid: int) -> dict:
+    from lib import leases
+
+    started = leases._started(pid)
+    return {**asdict(leases.this_process()), "pid": pid, "started": started}
 
 
 def metric_steps(root: Path) -> list[list[int]]:
@@ -100,12 +108,6 @@ def test_a_run_that_is_running_is_refused_with_its_folder(settings, ensure, tmp_
     finally:
         sleeper.kill()
         sleeper.wait()
-
-
-def process_record(pid: int) -> dict:
-    from lib.runs import process_fields
-
-    return process_fields(pid)
 
 
 def test_rerun_makes_a_new_folder_and_leaves_the_old_one(ensure, adapter_of, tmp_path):

@@ -12,7 +12,7 @@ WRONG = {
     "adapter.rank": ["abc", True, False, 1.5, "1.5", "1e309", "", "nan", None, [4], {"a": 1}],
     "trainer.batch_size": [float("nan"), float("inf"), 1e309],
     "trainer.max_steps": ["abc", True, 2.5, float("nan"), [], {}],
-    "optimizer.lr": ["abc", True, "", None, [1.0], {}, float("nan")],
+    "optimizer.lr": ["abc", True, "", None, [1.0], {}],
     "rerun": ["yes", "", 0, 1, 2.0, None, [], ["true"]],
     "latents.random_flip": ["off", 1],
     "dataset.root": [["a"], None, {"a": 1}],

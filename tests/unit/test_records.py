@@ -3,8 +3,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lib.encoding import posterior_record
 from lib.family import Posterior
-from lib.records import DTYPES, from_stored, num_bytes, posterior_record, to_stored
+from lib.records import DTYPES, from_stored, num_bytes, to_stored
 from lib.tensors import decode, encode
 
 dtypes = st.sampled_from([*DTYPES.values(), torch.int64])

@@ -114,11 +114,6 @@ def test_the_defaults_are_valid_once_data_targets_and_a_length_are_given(tmp_pat
 CROSS = [
     ({"trainer.num_epochs": 3}, "trainer.num_epochs=3", "trainer.max_steps=10"),
     ({"trainer.max_steps": None}, "trainer.max_steps=None", "no length"),
-    (
-        {"lr_schedule.name": "linear", "lr_schedule.warmup_steps": 11},
-        "lr_schedule.warmup_steps=11",
-        "longer than trainer.max_steps=10",
-    ),
     ({"trainer.batch_size": 4, "trainer.micro_batch": 3}, "trainer.micro_batch=3", "1, 2, 4"),
     ({"trainer.micro_batch": 2}, "trainer.micro_batch=2", "does not divide trainer.batch_size=1"),
     ({"buckets.resolution": 500}, "buckets.resolution=500", "multiple of buckets.step"),

@@ -3,6 +3,7 @@ import json
 import shutil
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -13,12 +14,12 @@ from lib.config import parse
 from lib.errors import StateRefused
 from lib.events import Events
 from lib.keys import digest, file_digest
-from lib.process import this_process
+from lib.leases import this_process
 from lib.schema import Config
 
 ROOT = Path(__file__).parents[2]
 KEY = digest("run")
-NO_PROCESS = {**this_process(), "started": 1.0}
+NO_PROCESS = {**asdict(this_process()), "started": "long ago"}
 
 
 @pytest.fixture
@@ -57,7 +58,7 @@ def test_a_claim_takes_a_folder_and_says_whose_it_is(store):
     assert taken.folder.is_dir()
     record = runs.read(store, KEY)
     assert record["state"] == "running"
-    assert record["process"] == this_process()
+    assert record["process"] == asdict(this_process())
     assert Path(record["folder"]) == taken.folder.resolve()
     assert record["manifests"] == [["a", "b"]]
 
@@ -67,7 +68,7 @@ def test_a_running_run_is_refused_with_its_process_and_folder(store):
     with pytest.raises(StateRefused) as caught:
         claim(store)
     text = str(caught.value)
-    assert f"process {this_process()['pid']} on {this_process()['host']}" in text
+    assert f"process {this_process().pid} on {this_process().host}" in text
     assert str(taken.folder.resolve()) in text
     assert list((store.parent / "outputs").iterdir()) == [taken.folder]
 
@@ -84,7 +85,7 @@ def test_a_dead_owner_s_run_is_resumed_in_its_folder(store):
     change(store, process=NO_PROCESS)
     again = claim(store)
     assert again == dataclasses.replace(taken, resumed=True)
-    assert runs.read(store, KEY)["process"] == this_process()
+    assert runs.read(store, KEY)["process"] == asdict(this_process())
 
 
 def test_a_stopped_run_is_resumed_wherever_the_outputs_are_now(store):
