@@ -88,12 +88,17 @@ class Base:
         return self.component(name).identity.digest
 
     def folder(self, name: str) -> Path:
-        """The component's folder with all its files present; downloads it from the Hub."""
-        root = hub_download.component(*self.remote, component=name) if self.remote else self.root
-        for file in self.component(name).weights:
-            if not (root / name / file).is_file():
-                raise _missing(self, name, file)
-        return root / name
+        """The component's folder with all its files; what is absent comes from the Hub."""
+        folder = self.root / name
+        if self.remote and self._absent(name):
+            folder = hub_download.component(*self.remote, component=name) / name
+        if absent := self._absent(name):
+            raise _missing(self, name, absent[0])
+        return folder
+
+    def _absent(self, name: str) -> list[str]:
+        weights = self.component(name).weights
+        return [file for file in weights if not (self.root / name / file).is_file()]
 
     def _local_weights(self, name: str, remembered: Mapping[str, Any] | None) -> dict[str, str]:
         listed = hub_download.weight_files(self.root / name) or sorted(

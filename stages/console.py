@@ -101,7 +101,7 @@ class _Bars:
             self._advance(event)
         else:
             line = phase_line(event) if event.kind == "phase" else other_line(event)
-            self._progress.console.print(line, markup=False, highlight=False)
+            self._progress.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def _advance(self, event: Event) -> None:
         key = (event.stage, event.data["unit"])

@@ -41,6 +41,7 @@ def run(config: Config, inputs: Inputs, store: Store, events: Events) -> Manifes
         folder = runs.completed(store.root, manifest.key)
         events.phase(STAGE, "hit", key=manifest.key, folder=str(folder), steps=planned.total)
         return store.publish(manifest)
+    events.stage = STAGE  # verifying is its work too
     records = [made for made in inputs.upstream.values() if made.entries]
     with lease(store, [ref.key for made in records for ref in made.refs()]):
         verify_entries(store, records, events)
