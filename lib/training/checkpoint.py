@@ -60,7 +60,7 @@ def save(folder: Path, checkpoint: Checkpoint, *, train_key: str) -> Path:
             flat |= {f"{moment}/{name}": t for moment, t in moments.items()}
         with files.staged_folder(path) as staged:
             data = tensors.encode(to_stored(flat), metadata={"train_key": train_key})
-            (staged / STATE).write_bytes(data)
+            files.write_bytes(staged / STATE, data)
             record = {
                 "step": checkpoint.step,
                 "num_samples_seen": checkpoint.num_samples_seen,
@@ -68,7 +68,7 @@ def save(folder: Path, checkpoint: Checkpoint, *, train_key: str) -> Path:
                 "files": {STATE: file_digest(staged / STATE)},
             }
             sealed = {**record, "digest": digest(record)}
-            (staged / MANIFEST).write_bytes(canonical_json(sealed))
+            files.write_bytes(staged / MANIFEST, canonical_json(sealed))
     load(path, train_key=train_key)
     for old in _paths(folder)[:-KEEP]:
         files.remove(old)
@@ -106,24 +106,30 @@ class Latest:
 
 
 def latest(folder: Path, *, train_key: str) -> Latest:
-    """The newest checkpoint that is whole; damaged ones are left where they are and named."""
+    """The newest checkpoint that is whole; damaged newer ones are named and set aside."""
     damaged = []
     for path in reversed(_paths(folder)):
         try:
             return Latest(load(path, train_key=train_key), tuple(damaged))
         except (OSError, ValueError, KeyError) as error:
             damaged.append(f"{path.name}: {error}")
+            _set_aside(path)
     return Latest(None, tuple(damaged))
 
 
 def _set_aside_if_damaged(path: Path, *, train_key: str) -> None:
-    """A damaged checkpoint of this step makes room for the good one and stays to be looked at."""
+    """A damaged checkpoint of this step makes room for the good one."""
     if not path.exists():
         return
     try:
         load(path, train_key=train_key)
     except (OSError, ValueError, KeyError):
-        files.move(path, files.free_name(path.with_name(f"damaged-{path.name}")))
+        _set_aside(path)
+
+
+def _set_aside(path: Path) -> None:
+    """Out of the count of those that are kept, there to be looked at."""
+    files.move(path, files.free_name(path.with_name(f"damaged-{path.name}")))
 
 
 def _paths(folder: Path) -> list[Path]:

@@ -139,7 +139,7 @@ def test_a_damaged_newest_one_is_skipped_and_named(folder, harm):
     assert plain(latest.checkpoint) == plain(at(5))
     (damage,) = latest.damaged
     assert damage.startswith("step-00000010: ")
-    assert names(folder) == ["step-00000005", "step-00000010"]
+    assert names(folder) == ["damaged-step-00000010", "step-00000005"]
 
 
 @pytest.mark.parametrize("harm", HARMS)
