@@ -9,7 +9,7 @@ ifneq ($(shell $(BIN)/python -c "print(1)" 2>/dev/null),1)
 .PHONY: $(STAMP)
 endif
 
-.PHONY: help install demo test lint format clean
+.PHONY: help install demo ui test lint format clean
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
@@ -23,9 +23,12 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(BIN)/python -m pip install --quiet $(TORCH) -e '.[dev]' -c constraints.txt
 	@mv $(HALF) $@
 
-demo: install ## run the whole graph on the shipped pictures, on a CPU, and show the adapter
-	@$(BIN)/python -m stages.export family=flux family.base=tiny
-	@echo "adapters:" && ls outputs/*/exports/*/*.safetensors
+demo: install ## run the whole graph on the shipped pictures, on a CPU; says where adapter and pictures are
+	@$(BIN)/python -m stages.sample family=flux family.base=tiny
+
+ui: install ## show the record of all runs in a browser; the first use installs MLflow's pages
+	@$(BIN)/python -c "import flask" 2>/dev/null || $(BIN)/python -m pip install --quiet -e '.[ui]' -c constraints.txt
+	@MLFLOW_DISABLE_TELEMETRY=true $(BIN)/mlflow ui --host 127.0.0.1 --backend-store-uri sqlite:///mlflow.db
 
 test: lint ## format, lint, contracts, types, tests
 	@$(BIN)/python -m pytest -q -n auto

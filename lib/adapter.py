@@ -87,11 +87,16 @@ def state_dict(denoiser: Any) -> dict[str, torch.Tensor]:
     return {name: tensor.detach() for name, tensor in tensors.items()}
 
 
+def renamed(parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors by their parameters' names, under PEFT's keys."""
+    return {name.replace(f".{ADAPTER}", ""): tensor for name, tensor in parameters.items()}
+
+
 def load_state_dict(
     parameters: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor]
 ) -> None:
     """Copy saved tensors into the injected parameters; both must name the same set."""
-    named = {name.replace(f".{ADAPTER}", ""): tensor for name, tensor in parameters.items()}
+    named = renamed(parameters)
     if named.keys() != state.keys():
         raise ValueError(f"adapter keys differ: {sorted(named.keys() ^ state.keys())[:4]}")
     with torch.no_grad():

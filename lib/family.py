@@ -117,6 +117,18 @@ class Family(Protocol):
         self, raw_latents: shapes.RawLatents, constants: Mapping[str, Any]
     ) -> shapes.RawLatents: ...
 
+    def denormalise(
+        self, latents: shapes.RawLatents, constants: Mapping[str, Any]
+    ) -> shapes.RawLatents:
+        """The inverse of `normalise`."""
+        ...
+
+    def decode_latents(self, autoencoder: Any, raw_latents: shapes.RawLatents) -> shapes.Pixels: ...
+
+    def embeds_guidance(self, config: Mapping[str, Any]) -> bool:
+        """Whether the denoiser is fed the guidance scale, and so needs no second pass."""
+        ...
+
     def load_denoiser(self, base: Base, *, dtype: torch.dtype, device: Any) -> Any: ...
 
     def conditioning(self, records: Sequence[Record]) -> Conditioning:

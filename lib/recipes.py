@@ -10,6 +10,7 @@ from lib.keys import Key, make_key
 CAPTIONS_VERSION = 1
 TRAIN_VERSION = 1
 EXPORT_VERSION = 1
+SAMPLE_VERSION = 1
 
 
 def manifest_key(samples: Sequence[Mapping[str, Any]]) -> Key:
@@ -84,8 +85,13 @@ def train_key(**inputs: Any) -> Key:
     return make_key("train", version=TRAIN_VERSION, **inputs)
 
 
-def export_key(*, train: str, adapter: str, format: str, dtype: str) -> Key:
-    """One exported file."""
+def export_key(*, train: str, adapters: Sequence[str], format: str, dtype: str) -> Key:
+    """A run's exported files: the adapter, and its average where there is one."""
     return make_key(
-        "export", version=EXPORT_VERSION, train=train, adapter=adapter, format=format, dtype=dtype
+        "export", version=EXPORT_VERSION, train=train, adapters=adapters, format=format, dtype=dtype
     )
+
+
+def sample_key(**inputs: Any) -> Key:
+    """One grid of samples; see `lib.pipeline.sample` for its fields."""
+    return make_key("sample", version=SAMPLE_VERSION, **inputs)

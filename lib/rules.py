@@ -18,6 +18,7 @@ SCHEDULES = (
     "polynomial",
 )
 DTYPES = ("fp32", "bf16", "fp16")
+STORES = ("sqlite", "http", "https", "postgresql", "mysql", "mssql")
 
 
 @dataclass(frozen=True)
@@ -81,10 +82,16 @@ RULES: tuple[Rule, ...] = (
     _number("trainer.batch_size", 1, 64),
     _optional(_number("trainer.micro_batch", 1, 64)),
     _number("trainer.max_grad_norm", 0, 1e6, "0 turns clipping off"),
+    Rule("trainer.ema_decay", lambda v: 0 <= v < 1, "0 (no average) to below 1"),
     _number("trainer.save_every", 1, 100_000),
     Rule("trainer.caption_dropout", lambda v: 0 <= v < 1, "0 to below 1"),
     _choice("export.format", "diffusers"),
     _choice("export.dtype", *DTYPES),
+    Rule("sample.prompts", lambda v: len(v) <= 64, "at most 64 prompts"),
+    _number("sample.seed", 0, 2**63 - 1),
+    _number("sample.steps", 1, 1000),
+    _number("sample.guidance", 0, 100),
+    _choice("tracker.name", "mlflow", "none"),
     _choice("upstream", "ensure", "require"),
     _number("seed", 0, 2**63 - 1),
     _number("gc.keep_days", 0, 36500),
@@ -112,6 +119,7 @@ def problems_of(config: Config) -> Iterator[Problem]:
     yield from _alpha_rule(config)
     yield from _batch_rules(config)
     yield from _no_effect(config)
+    yield from _tracker_rules(config)
     yield from _path_rules(config)
 
 
@@ -210,6 +218,22 @@ def _no_effect(config: Config) -> Iterator[Problem]:
             f"family.base={config.family.base} is no Hub id",
             "drop family.revision",
         )
+
+
+def _tracker_rules(config: Config) -> Iterator[Problem]:
+    tracker = config.tracker
+    for name in ("uri", "experiment", "parent"):
+        value = getattr(tracker, name)
+        if tracker.name == "none" and value is not None:
+            why = "tracker.name=none records nothing"
+            yield _ignored(f"tracker.{name}={value}", why, f"drop tracker.{name}")
+    if tracker.name != "mlflow":
+        return
+    if (tracker.uri or "").partition("://")[0] not in STORES:
+        allowed = ", ".join(f"{scheme}://..." for scheme in STORES)
+        yield Problem(f"tracker.uri={tracker.uri}", "no tracking store", allowed)
+    if not (tracker.experiment or "").strip():
+        yield Problem(f"tracker.experiment={tracker.experiment}", "has no name", "a name")
 
 
 def _ignored(subject: str, why: str, remedy: str) -> Problem:

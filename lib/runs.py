@@ -21,7 +21,7 @@ from lib.leases import Owner, is_alive, this_process
 from lib.schema import Config, to_plain
 
 LIBRARIES = ("torch", "diffusers", "transformers", "peft", "numpy", "pillow", "safetensors")
-ADAPTER_FILE = "adapter/adapter.safetensors"
+ADAPTER_FILE, EMA_FILE = "adapter/adapter.safetensors", "ema/adapter.safetensors"
 
 State = Literal["running", "complete", "stopped"]
 
@@ -56,9 +56,14 @@ def completed(store: Path, key: str) -> Path | None:
     record = read(store, key)
     if record is None or record["state"] != "complete":
         return None
-    adapter = Path(record["folder"]) / ADAPTER_FILE
-    sound = adapter.is_file() and file_digest(adapter) == record["adapter"]
-    return Path(record["folder"]) if sound else None
+    folder = Path(record["folder"])
+    return folder if _adapters(folder) == record["adapters"] else None
+
+
+def _adapters(folder: Path) -> dict[str, str]:
+    """The digests of the adapter and of its average, as far as they are there."""
+    paths = {name: folder / name for name in (ADAPTER_FILE, EMA_FILE)}
+    return {name: file_digest(path) for name, path in paths.items() if path.is_file()}
 
 
 def claim(
@@ -136,6 +141,16 @@ def describe(claim: Claim, config: Config, *, keys: Mapping[str, str], events: E
     )
 
 
+def recorded_losses(folder: Path) -> list[tuple[int, float]]:
+    """(step, loss) of a run's events; a step that was run twice counts as it ran last."""
+    found: dict[int, float] = {}
+    for line in (folder / "events.jsonl").read_text(encoding="utf-8").splitlines():
+        event = json.loads(line)
+        if event["kind"] == "metric" and "loss" in event:
+            found[event["step"]] = event["loss"]
+    return sorted(found.items())
+
+
 def versions() -> dict[str, str]:
     """The interpreter and the libraries whose arithmetic a run depends on."""
     found = {name: metadata.version(name) for name in LIBRARIES}
@@ -154,9 +169,9 @@ def git_commit() -> str | None:
 
 
 def _finish(store: Path, key: str, *, state: State) -> None:
-    """Record how a run ended; a complete one with its adapter's digest."""
+    """Record how a run ended; a complete one with its adapters' digests."""
     record = dict(read(store, key) or {})
     record["state"] = state
     if state == "complete":
-        record["adapter"] = file_digest(Path(record["folder"]) / ADAPTER_FILE)
+        record["adapters"] = _adapters(Path(record["folder"]))
     files.write_json(record_path(store, key), record)

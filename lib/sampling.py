@@ -20,8 +20,13 @@ def euler(
     conditioning: Conditioning,
     sigmas: Sequence[float],
     guidance: float,
+    unconditional: Conditioning | None = None,
 ) -> shapes.Latents:
-    """Euler's method along the flow, from sigma `sigmas[0]` to 0, in float32; returns latents."""
+    """Euler's method along the flow, from sigma `sigmas[0]` to 0, in float32; returns latents.
+
+    With an unconditional branch the velocity is u + s (c - u) (arXiv:2207.12598); without one the
+    denoiser has the guidance embedded.
+    """
     import torch
 
     levels = torch.tensor([*sigmas, 0.0], dtype=torch.float32, device=noise.device)
@@ -32,5 +37,10 @@ def euler(
             velocity = family.predict(
                 denoiser, latents, sigma, conditioning=conditioning, guidance=guidance
             )
+            if unconditional is not None:
+                base = family.predict(
+                    denoiser, latents, sigma, conditioning=unconditional, guidance=guidance
+                )
+                velocity = base + guidance * (velocity - base)
             latents = latents + (following - level) * velocity.float()
     return latents

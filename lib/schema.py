@@ -22,6 +22,8 @@ class Preset:
     lr_schedule: str = "constant"
     warmup_steps: int = 0
     max_length: int = 512
+    steps: int = 28
+    guidance: float = 3.5
     targets: list[str] = field(default_factory=list)
 
 
@@ -112,6 +114,7 @@ class TrainerConfig:
     batch_size: int = 1
     micro_batch: int | None = None
     max_grad_norm: float = 1.0
+    ema_decay: float = 0.99
     save_every: int = 100
     caption_dropout: float = 0.0
 
@@ -120,6 +123,23 @@ class TrainerConfig:
 class ExportConfig:
     format: str = "diffusers"
     dtype: str = "fp32"
+
+
+@dataclass(frozen=True)
+class SampleConfig:
+    prompts: list[str] = field(default_factory=list)
+    negative_prompt: str | None = None
+    seed: int = 0
+    steps: int = 28
+    guidance: float = 3.5
+
+
+@dataclass(frozen=True)
+class TrackerConfig:
+    name: str = "none"
+    uri: str | None = None
+    experiment: str | None = None
+    parent: str | None = None
 
 
 @dataclass(frozen=True)
@@ -150,6 +170,8 @@ class Config:
     lr_schedule: LrScheduleConfig = field(default_factory=LrScheduleConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
+    sample: SampleConfig = field(default_factory=SampleConfig)
+    tracker: TrackerConfig = field(default_factory=TrackerConfig)
     paths: PathsConfig = field(default_factory=PathsConfig)
     gc: GcConfig = field(default_factory=GcConfig)
     name: str | None = None

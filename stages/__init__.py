@@ -7,6 +7,7 @@ from pathlib import Path
 
 from lib.errors import DarkroomError, InputRefused
 from lib.schema import Config
+from stages.summary import Summary
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 INTERRUPTED = 130
@@ -15,12 +16,12 @@ INTERRUPTED = 130
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
 
-Job = Callable[[Config], int]
+Job = Callable[[Config, Summary], int]
 
 
 def door(stage: str) -> None:
     """The command line of one stage of the graph."""
-    main(lambda config: run_stage(stage, config))
+    main(lambda config, summary: run_stage(stage, config, summary))
 
 
 def main(job: Job, *, arguments: Sequence[str] | None = None, opens_base: bool = True) -> None:
@@ -57,36 +58,39 @@ def _main(job: Job, arguments: Sequence[str]) -> int:
 
     flags = [word for word in arguments if word.startswith("-")]
     if not flags:
-        return job(composing.compose(arguments))
+        return job(composing.compose(arguments), Summary())
     if {"-h", "--help"} & set(flags):
         print(composing.help_text())
         return 0
     if flags in (["--cfg"], ["-c"]) and "job" in arguments:
         print(composing.shown([word for word in arguments if word not in (*flags, "job")]))
         return 0
-    return composing.with_hydra(job, arguments)
+    from stages.sweeping import sweep
+
+    return sweep(job, arguments)
 
 
 def _checking(job: Job) -> Job:
     """The job, after refusing what only the family, the base and the data set can show."""
 
-    def checked(config: Config) -> int:
+    def checked(config: Config, summary: Summary) -> int:
         from lib.pipeline import graph
 
         found = list(graph.problems(config, online=True))
         if found:
             raise InputRefused(found)
-        return job(config)
+        return job(config, summary)
 
     return checked
 
 
-def run_stage(stage: str, config: Config) -> int:
-    """Ensure one stage and everything upstream, showing progress."""
+def run_stage(stage: str, config: Config, summary: Summary) -> int:
+    """Ensure one stage and everything upstream, showing progress, and sum up at the end."""
     from lib.events import Events
     from lib.pipeline import graph
     from stages.console import console
 
     with console() as sink:
-        graph.ensure(stage, config, Events(sinks=(sink,)))
+        graph.ensure(stage, config, Events(sinks=(sink, summary)))
+    print("\n".join(summary.lines()))
     return 0

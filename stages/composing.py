@@ -4,6 +4,8 @@ import dataclasses
 import difflib
 import typing
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from hydra import compose as hydra_compose
@@ -16,6 +18,7 @@ from yaml import MarkedYAMLError
 
 from lib.config import Reading, read
 from lib.errors import InputRefused, Problem
+from lib.files import user_path
 from lib.schema import Config
 from stages import CHECKOUT
 
@@ -69,26 +72,37 @@ def shown(overrides: Sequence[str]) -> str:
     return OmegaConf.to_yaml(raw).rstrip()
 
 
-def with_hydra(job: Callable[[Config], int], arguments: Sequence[str]) -> int:
-    """Hydra's own flags: --help, --cfg, --info, --multirun."""
+@dataclass(frozen=True)
+class Combination:
+    """One combination of a sweep: its overrides, what was read, the sweep's own folder."""
+
+    overrides: tuple[str, ...]
+    reading: Reading
+    folder: Path
+
+
+HydraJob = Callable[[Combination], None]
+
+
+def with_hydra(job: HydraJob, arguments: Sequence[str]) -> None:
+    """Hydra's own flags, --multirun among them: the job runs once for each combination.
+
+    What it raises would end the whole command.
+    """
     import sys
 
     import hydra
-
-    from stages import guarded
+    from hydra.core.hydra_config import HydraConfig
 
     _register(typed=True)
-    codes: list[int] = []
 
     def task(raw: DictConfig) -> None:
-        reading = read(_plain(raw))
-        if reading.problems:
-            raise InputRefused(reading.problems)
-        codes.append(guarded(lambda: job(reading.config)))
+        ours = HydraConfig.get()
+        folder = user_path(ours.sweep.dir)
+        job(Combination(tuple(ours.overrides.task), read(_plain(raw)), folder))
 
     sys.argv[1:] = list(arguments)
     hydra.main(version_base="1.3", config_path=str(CONF), config_name=NAME)(task)()
-    return max(codes, default=0)
 
 
 def _read(overrides: Sequence[str], *, typed: bool) -> Reading:

@@ -2,14 +2,15 @@
 
 from lib.schema import Config
 from stages import main
+from stages.summary import Summary
 
 
-def show_plan(config: Config) -> int:
-    """Print the plan of everything up to `export`."""
+def show_plan(config: Config, _summary: Summary) -> int:
+    """Print the plan of everything up to `sample`."""
     from lib.pipeline import graph
     from lib.pipeline.planning import plan_lines
 
-    plans = graph.plan("export", config)
+    plans = graph.plan("sample", config)
     print("\n".join(plan_lines(plans, graph.open_inputs(config).store)))
     return 0
 

@@ -7,13 +7,14 @@ from lib.files import user_path
 from lib.schema import Config
 from lib.store import Store
 from stages import main
+from stages.summary import Summary
 
 ACTIONS = ("verify", "gc", "stats")
 GRACE_SECONDS = 2.0
 DAMAGE, USAGE = 3, 2
 
 
-def verify(config: Config) -> int:
+def verify(config: Config, _summary: Summary) -> int:
     """Exit code 0 when everything is whole, 3 when something is damaged or missing."""
     from lib.events import Events
     from lib.upkeep import verify as check
@@ -38,7 +39,7 @@ def verify(config: Config) -> int:
     return 0
 
 
-def gc(config: Config) -> int:
+def gc(config: Config, _summary: Summary) -> int:
     """Remove what no existing run, no recent use and no live builder reaches."""
     from lib.upkeep import gc as collect
 
@@ -53,7 +54,7 @@ def gc(config: Config) -> int:
     return 0
 
 
-def stats(config: Config) -> int:
+def stats(config: Config, _summary: Summary) -> int:
     """Entries and bytes by kind, manifests by stage."""
     from lib.upkeep import stats as count
 

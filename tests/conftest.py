@@ -1,6 +1,7 @@
 """Shapes are executed in tests: the hook must be installed before anything imports `lib`."""
 
 import os
+import shutil
 
 # Tiny tensors gain nothing from threads, and two test processes lose much to them.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -8,7 +9,28 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
 
+import pytest
 from jaxtyping import install_import_hook
 
 # An integer is a float to annotations (PEP 484), and so to the hook.
 install_import_hook("lib", "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))")
+
+
+@pytest.fixture(scope="session")
+def empty_mlflow_store(tmp_path_factory):
+    """A SQLite file with MLflow's tables, which take it seconds to make."""
+    from lib.tracking.server import Server, prepare_environment
+
+    prepare_environment()
+    path = tmp_path_factory.mktemp("mlflow") / "empty.db"
+    Server(f"sqlite:///{path}", "Default")
+    return path
+
+
+@pytest.fixture
+def mlflow_store(tmp_path, empty_mlflow_store):
+    """The address of an MLflow store of one test's own."""
+    path = tmp_path / "tracked" / "mlflow.db"
+    path.parent.mkdir()
+    shutil.copy(empty_mlflow_store, path)
+    return f"sqlite:///{path}"

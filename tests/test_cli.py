@@ -18,8 +18,8 @@ CHECKOUT = Path(__file__).resolve().parent.parent
 TINY = "family.base=tiny"
 
 
-def _export(config):
-    return stages.run_stage("export", config)
+def _export(config, summary):
+    return stages.run_stage("export", config, summary)
 
 
 @pytest.fixture
@@ -171,7 +171,11 @@ def test_a_plan_makes_nothing_but_the_memory_of_digests(cli):
 
 @pytest.mark.parametrize("stage", [stage for stage, (_, needs) in STAGES.items() if needs])
 def test_requiring_upstream_in_a_cold_store_names_the_stage_and_its_command(cli, stage):
-    done = cli(TINY, "upstream=require", job=lambda config: stages.run_stage(stage, config))
+    done = cli(
+        TINY,
+        "upstream=require",
+        job=lambda config, summary: stages.run_stage(stage, config, summary),
+    )
     assert done.code == 4
     assert done.lines[0] == "stopped: 1 problem"
     assert "prepare_dataset is not complete" in done.lines[1]
@@ -184,7 +188,7 @@ def test_requiring_upstream_in_a_cold_store_names_the_stage_and_its_command(cli,
     [(InputRefused, 2), (SamplesFailed, 3), (StateRefused, 4), (Stopped, 75)],
 )
 def test_each_kind_of_error_has_its_exit_code(cli, error, code):
-    def job(_config):
+    def job(_config, _summary):
         raise error([Problem("b", "second"), Problem("a", "first")])
 
     done = cli(TINY, job=job)
@@ -194,7 +198,7 @@ def test_each_kind_of_error_has_its_exit_code(cli, error, code):
 
 
 def test_a_fault_of_ours_keeps_its_traceback():
-    def job(_config):
+    def job(_config, _summary):
         raise ZeroDivisionError
 
     assert not issubclass(ZeroDivisionError, DarkroomError)
@@ -203,7 +207,7 @@ def test_a_fault_of_ours_keeps_its_traceback():
 
 
 def test_an_interrupt_ends_with_the_shells_code_and_a_way_on(cli):
-    def job(_config):
+    def job(_config, _summary):
         raise KeyboardInterrupt
 
     done = cli(TINY, job=job)
@@ -246,7 +250,12 @@ def test_an_unknown_action_of_the_store_names_the_known_ones(action):
 @pytest.fixture
 def prepared(cli):
     """A door on a store in which the data set was prepared."""
-    assert cli(TINY, job=lambda config: stages.run_stage("prepare_dataset", config)).code == 0
+    assert (
+        cli(
+            TINY, job=lambda config, summary: stages.run_stage("prepare_dataset", config, summary)
+        ).code
+        == 0
+    )
 
     def run(job):
         return cli(job=job, opens_base=False)

@@ -5,10 +5,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import grimp
 import pytest
+import yaml
 
 import lib
 import stages
+from lib.pipeline.graph import STAGES
+from stages.composing import compose
+from stages.dvc import RECIPE
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 SOURCES = sorted(path for top in ("lib", "stages") for path in (CHECKOUT / top).rglob("*.py"))
@@ -123,6 +128,16 @@ def long_functions(tree):
 
 def _found(check, paths):
     return {_name(path): lines for path in paths if (lines := list(check(_tree(path))))}
+
+
+def _code_deps(stage):
+    """The files that DVC must watch for a stage, by grimp; of the graph only the stage's module."""
+    graph = grimp.build_graph("lib")
+    family = compose([RECIPE]).family.name
+    modules = {f"lib.pipeline.{stage}", f"lib.families.{family}"}
+    modules |= {m for module in modules for m in graph.find_upstream_modules(module)}
+    paths = (CHECKOUT / module.replace(".", "/") for module in modules)
+    return {_name(p / "__init__.py" if p.is_dir() else p.with_suffix(".py")) for p in paths}
 
 
 @pytest.mark.parametrize("package", [lib, stages], ids=lambda package: package.__name__)
@@ -273,3 +288,36 @@ print([m for m in heavy if m in sys.modules], file=sys.stderr)
     done = _python(code)
     assert done.stderr.strip() == "[]"
     assert "prepare_dataset" in done.stdout
+
+
+def test_dvc_runs_every_stage_of_the_graph_on_what_the_stages_upstream_point_to():
+    stages_of_dvc = yaml.safe_load((CHECKOUT / "dvc.yaml").read_text())["stages"]
+    assert list(stages_of_dvc) == ["compose", *STAGES]
+    composed = {"conf", "lib/config.py", "lib/rules.py", "lib/schema.py", "stages/composing.py"}
+    composed |= {f"lib/pipeline/{name}.py" for name in ("contract", "pointers", *STAGES)}
+    assert set(stages_of_dvc["compose"]["deps"]) >= composed
+    made = {out for text in stages_of_dvc["compose"]["outs"] for out in text}
+    config = compose([RECIPE])
+    assert config.dataset.root == str(CHECKOUT / "examples" / "emoji")
+    assert "examples/emoji" in stages_of_dvc["prepare_dataset"]["deps"]
+    assert (config.paths.store, config.paths.outputs) == ("store", "outputs")
+    for name in STAGES:
+        stage = stages_of_dvc[name]
+        outs = [out for kind in ("outs", "metrics", "plots") for out in stage.get(kind, ())]
+        assert all(options["cache"] is False for out in outs for options in out.values())
+        needs = {dep for dep in stage["deps"] if dep.startswith("outputs/")}
+        assert f"outputs/dvc/config/{name}.json" in needs
+        assert needs <= made, f"{name} depends on what no earlier stage makes"
+        made |= {path for out in outs for path in out}
+        assert {f"outputs/dvc/{name}.json", f"store/runs/dvc-{name}.json"} <= made
+        assert stage["cmd"] == f"python -m stages.dvc {name}"
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_dvc_watches_the_code_of_a_stage_and_no_other(stage):
+    """Too few deps keep what is stale; too many rebuild the latents at every edit."""
+    deps = yaml.safe_load((CHECKOUT / "dvc.yaml").read_text())["stages"][stage]["deps"]
+    needed, found = _code_deps(stage), {dep for dep in deps if dep.endswith(".py")}
+    add = "".join(f"      - {path}\n" for path in sorted(needed - found))
+    drop = "".join(f"      - {path}\n" for path in sorted(found - needed))
+    assert needed == found, f"dvc.yaml, deps of {stage}: add\n{add}and remove\n{drop}"

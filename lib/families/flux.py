@@ -203,6 +203,23 @@ def normalise(raw_latents: shapes.RawLatents, constants: Mapping[str, Any]) -> s
     return (raw_latents - constants["shift"]) * constants["scale"]
 
 
+def denormalise(latents: shapes.RawLatents, constants: Mapping[str, Any]) -> shapes.RawLatents:
+    return latents / constants["scale"] + constants["shift"]
+
+
+def decode_latents(autoencoder: Any, raw_latents: shapes.RawLatents) -> shapes.Pixels:
+    import torch
+
+    with torch.no_grad():
+        inputs = raw_latents.to(autoencoder.device, autoencoder.dtype)
+        return autoencoder.decode(inputs, return_dict=False)[0].float().cpu()
+
+
+def embeds_guidance(config: Mapping[str, Any]) -> bool:
+    """-dev does; -schnell does not."""
+    return bool(config.get("guidance_embeds", False))
+
+
 def load_denoiser(base: Base, *, dtype: torch.dtype, device: Any) -> Any:
     from diffusers import FluxTransformer2DModel
 

@@ -12,7 +12,16 @@ from lib.files import user_path
 from lib.images import Geometry
 from lib.keys import Key
 from lib.leases import lease
-from lib.pipeline.contract import Inputs, StagePlan, hit, plan_cache, planned_refs, publish
+from lib.pipeline.contract import (
+    BASE,
+    Inputs,
+    StagePlan,
+    chosen,
+    hit,
+    plan_cache,
+    planned_refs,
+    publish,
+)
 from lib.recipes import cache_key, latent_key
 from lib.schema import Config
 from lib.store import Manifest, Store
@@ -60,6 +69,11 @@ def run(config: Config, inputs: Inputs, store: Store, events: Events) -> Manifes
     with lease(store, planned.entry_keys()):
         found = hit(store, planned.known(), events)
         return found or _build(planned, config, inputs, store, events)
+
+
+def key_settings(config: Config) -> dict[str, Any]:
+    """The settings that enter the key; those of the stages upstream are in theirs."""
+    return chosen(config, *BASE, "latents.dtype")
 
 
 def _build(

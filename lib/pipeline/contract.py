@@ -1,14 +1,19 @@
 """What stages hand to each other: their inputs, and the plan with which every `run` begins."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lib.events import Events
 from lib.family import Family
 from lib.hub import Base
+from lib.schema import Config, value_of
 from lib.store import Damaged, EntryRef, Manifest, Store
 from lib.verify import EntriesDamaged, verify_entries
+
+BASE = ("family.name", "family.base", "family.revision")
+
+NUM_PROMPTS = 4
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,19 @@ class StagePlan:
     def entry_keys(self) -> list[str]:
         """The keys of all entries that the stage makes."""
         return [ref.key for ref in self.known().refs()]
+
+
+def chosen(config: Config, *names: str) -> dict[str, Any]:
+    """Some settings, by their public names."""
+    return {name: value_of(config, name) for name in names}
+
+
+def prompts_of(config: Config, captions: Sequence[str]) -> list[str]:
+    """`sample.prompts`, else a few captions spread over the data set's."""
+    if config.sample.prompts:
+        return list(dict.fromkeys(config.sample.prompts))
+    count = min(NUM_PROMPTS, len(captions))
+    return [captions[place * len(captions) // count] for place in range(count)]
 
 
 def lookup(store: Store, planned: Manifest) -> Manifest | None:

@@ -2,17 +2,21 @@
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 from lib.errors import SamplesFailed
 from lib.events import Events
 from lib.keys import Key, digest
 from lib.leases import lease
 from lib.pipeline.contract import (
+    BASE,
     Inputs,
     StagePlan,
+    chosen,
     hit,
     plan_cache,
     planned_refs,
+    prompts_of,
     publish,
 )
 from lib.recipes import cache_key, caption_key
@@ -20,20 +24,21 @@ from lib.schema import TINY, Config
 from lib.store import Manifest, Store
 
 STAGE, KIND = "encode_captions", "captions"
-TRAIN, UNCONDITIONAL = "train", "unconditional"
+TRAIN, UNCONDITIONAL, SAMPLE = "train", "unconditional", "sample"
 ITEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
 def plan(config: Config, inputs: Inputs, store: Store) -> StagePlan:
     """Which texts have no entry yet; `None` stands for the family's unconditional record."""
-    settings = {"captions.max_length": config.captions.max_length, "captions.dtype": _dtype(config)}
+    settings = _settings(config)
     num_bytes = _record_bytes(config, inputs)
     if not inputs.base.built:
-        count = len(_texts(inputs)) + 1
+        count = len(_texts(config, inputs)) + 1
         return StagePlan(STAGE, None, False, count, count, count * num_bytes, settings)
     keys = _keys(config, inputs)
     by_role = {
-        TRAIN: [key.digest for text, key in keys.items() if text is not None],
+        TRAIN: [keys[text].digest for text in _captions(inputs)],
+        SAMPLE: [keys[text].digest for text in _prompts(config, inputs)],
         UNCONDITIONAL: [keys[None].digest],
     }
     key = cache_key(STAGE, by_role)
@@ -53,6 +58,16 @@ def run(config: Config, inputs: Inputs, store: Store, events: Events) -> Manifes
     with lease(store, planned.entry_keys()):
         found = hit(store, planned.known(), events)
         return found or _build(planned, config, inputs, store, events)
+
+
+def key_settings(config: Config) -> dict[str, Any]:
+    """The settings that enter the key; those of the stages upstream are in theirs."""
+    prompts = ("sample.prompts", "sample.negative_prompt")
+    return {**chosen(config, *BASE, *prompts), **_settings(config)}
+
+
+def _settings(config: Config) -> dict[str, Any]:
+    return {"captions.max_length": config.captions.max_length, "captions.dtype": _dtype(config)}
 
 
 def _build(
@@ -99,8 +114,18 @@ def _shown(text: str | None, inputs: Inputs) -> str:
     return f"caption of {names[0]}" if names else "the unconditional record"
 
 
-def _texts(inputs: Inputs) -> list[str]:
+def _captions(inputs: Inputs) -> list[str]:
     return inputs.upstream["prepare_dataset"].payload["captions"]
+
+
+def _prompts(config: Config, inputs: Inputs) -> list[str]:
+    negative = config.sample.negative_prompt
+    return prompts_of(config, _captions(inputs)) + ([] if negative is None else [negative])
+
+
+def _texts(config: Config, inputs: Inputs) -> list[str]:
+    """Captions and prompts, each once."""
+    return list(dict.fromkeys([*_captions(inputs), *_prompts(config, inputs)]))
 
 
 def _dtype(config: Config) -> str:
@@ -122,7 +147,7 @@ def _keys(config: Config, inputs: Inputs) -> dict[str | None, Key]:
             max_length=config.captions.max_length,
             dtype=_dtype(config),
         )
-        for text in (*_texts(inputs), None)
+        for text in (*_texts(config, inputs), None)
     }
 
 

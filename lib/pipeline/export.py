@@ -1,40 +1,45 @@
-"""Stage `export`: one file per format from a trained adapter, proven by reading it back."""
+"""Stage `export`: the adapter and its average in a format others read, proven by reading."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from lib import files, runs
 from lib.events import Events
 from lib.keys import file_digest
-from lib.pipeline.contract import Inputs, StagePlan
+from lib.pipeline.contract import Inputs, StagePlan, chosen
 from lib.recipes import export_key
 from lib.schema import Config
 from lib.store import Manifest, Store
 
 STAGE = "export"
+ADAPTERS = {"adapter": runs.ADAPTER_FILE, "ema": runs.EMA_FILE}
 
 
 def plan(config: Config, inputs: Inputs, store: Store) -> StagePlan:
-    """Whether the file of this run in this format and dtype is there, unchanged."""
-    settings = {"export.format": config.export.format, "export.dtype": config.export.dtype}
+    """Whether the files of this run in this format and dtype are there, unchanged."""
+    settings = key_settings(config)
+    names = _adapters(config)
     trained = inputs.upstream.get("train")
     if trained is None:
-        return StagePlan(STAGE, None, False, 1, 1, 0, settings)
+        return StagePlan(STAGE, None, False, len(names), len(names), 0, settings)
     key = export_key(
         train=trained.key,
-        adapter="adapter",
+        adapters=names,
         format=config.export.format,
         dtype=config.export.dtype,
     )
     manifest = Manifest(STAGE, key.digest, key.inputs, {}, {"settings": settings})
-    found = exported_file(store, manifest) is not None
-    return StagePlan(STAGE, manifest, found, 1, 0 if found else 1, 0, settings)
+    found = exported_files(store, manifest) is not None
+    missing = 0 if found else len(names)
+    return StagePlan(STAGE, manifest, found, len(names), missing, 0, settings)
 
 
 def run(config: Config, inputs: Inputs, store: Store, events: Events) -> Manifest:
-    """Write the file beside its run, never over another one, and publish its digest."""
+    """Write the files beside their run, never over others, and publish their digests."""
     planned = plan(config, inputs, store).known()
-    if path := exported_file(store, planned):
-        events.phase(STAGE, "hit", key=planned.key, file=str(path))
+    if there := exported_files(store, planned):
+        events.phase(STAGE, "hit", key=planned.key, file=str(there["adapter"]))
         found = store.manifest(STAGE, planned.key)
         assert found is not None
         return found
@@ -43,29 +48,45 @@ def run(config: Config, inputs: Inputs, store: Store, events: Events) -> Manifes
 
     folder = runs.completed(store.root, inputs.upstream["train"].key)
     assert folder is not None
-    name = f"{config.export.format}-{config.export.dtype}"
-    target = files.claim_folder(folder / "exports" / name)
-    done = export_adapter(
-        folder / runs.ADAPTER_FILE,
-        target,
-        config=config,
-        family=inputs.family,
-        provenance={"train_key": inputs.upstream["train"].key},
+    target = files.claim_folder(
+        folder / "exports" / f"{config.export.format}-{config.export.dtype}"
     )
-    if done.num_flushed:
-        events.warning(f"{done.num_flushed} values became 0 in export.dtype={config.export.dtype}")
-    payload = {**planned.payload, "file": str(done.path), "sha256": file_digest(done.path)}
-    published = store.publish(
-        Manifest(STAGE, planned.key, planned.inputs, planned.entries, payload)
-    )
-    events.phase(STAGE, "done", key=planned.key, file=str(done.path))
+    made = {}
+    for name in _adapters(config):
+        done = export_adapter(
+            folder / ADAPTERS[name],
+            target if name == "adapter" else target / name,
+            config=config,
+            family=inputs.family,
+            provenance={"train_key": inputs.upstream["train"].key, "adapter": name},
+        )
+        made[name] = {"file": str(done.path), "sha256": file_digest(done.path)}
+        if done.num_flushed:
+            dtype = f"export.dtype={config.export.dtype}"
+            events.warning(f"{name}: {done.num_flushed} values became 0 in {dtype}")
+    payload = {**planned.payload, "files": made}
+    published = store.publish(Manifest(STAGE, planned.key, planned.inputs, {}, payload))
+    events.phase(STAGE, "done", key=planned.key, file=made["adapter"]["file"])
     return published
 
 
-def exported_file(store: Store, planned: Manifest) -> Path | None:
-    """The file an earlier export left, if it is still what it was."""
+def key_settings(config: Config) -> dict[str, Any]:
+    """The settings that enter the key; those of the stages upstream are in theirs."""
+    return chosen(config, "export.format", "export.dtype")
+
+
+def exported_files(store: Store, planned: Manifest) -> Mapping[str, Path] | None:
+    """The files an earlier export left, if they are still what they were."""
     found = store.manifest(planned.stage, planned.key)
     if found is None:
         return None
-    path = Path(found.payload["file"])
-    return path if path.is_file() and file_digest(path) == found.payload["sha256"] else None
+    paths = {name: Path(made["file"]) for name, made in found.payload["files"].items()}
+    sound = all(
+        path.is_file() and file_digest(path) == found.payload["files"][name]["sha256"]
+        for name, path in paths.items()
+    )
+    return paths if sound else None
+
+
+def _adapters(config: Config) -> list[str]:
+    return ["adapter", "ema"] if config.trainer.ema_decay > 0 else ["adapter"]

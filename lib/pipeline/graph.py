@@ -11,7 +11,14 @@ from lib.family import Family
 from lib.files import user_path
 from lib.hub import Base, UnbuiltTiny, base_problems, on_hub, open_base
 from lib.memory import Memory
-from lib.pipeline import build_latent_cache, encode_captions, export, prepare_dataset, train
+from lib.pipeline import (
+    build_latent_cache,
+    encode_captions,
+    export,
+    prepare_dataset,
+    sample,
+    train,
+)
 from lib.pipeline.contract import Inputs, StagePlan
 from lib.schema import Config
 from lib.store import Manifest, Store
@@ -23,6 +30,10 @@ STAGES: dict[str, tuple[ModuleType, tuple[str, ...]]] = {
     "build_latent_cache": (build_latent_cache, ("prepare_dataset",)),
     "train": (train, ("prepare_dataset", "encode_captions", "build_latent_cache")),
     "export": (export, ("train",)),
+    "sample": (
+        sample,
+        ("prepare_dataset", "encode_captions", "build_latent_cache", "train", "export"),
+    ),
 }
 
 
@@ -67,7 +78,13 @@ def _base_problems(config: Config, family: Family) -> Iterator[Problem]:
         yield from refused.problems
         return
     others = {name: families.get(name).FACTS for name in families.names()}
-    yield from base_problems(base, family=family, others=others)
+    found = list(base_problems(base, family=family, others=others))
+    yield from found
+    if not found and config.sample.negative_prompt is not None:
+        denoiser = base.component(family.FACTS.denoiser).config
+        if family.embeds_guidance(denoiser):
+            why = "would have no effect: the base has its guidance embedded"
+            yield Problem("sample.negative_prompt", why, remedy="drop it")
 
 
 def _family_rules(config: Config, family: Family) -> Iterator[Problem]:

@@ -12,6 +12,7 @@ UNITS = {
     "build_latent_cache": "latents",
     "train": "steps",
     "export": "files",
+    "sample": "rows",
 }
 
 

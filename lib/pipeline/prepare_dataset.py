@@ -15,13 +15,17 @@ from lib.images import RECIPE, variants
 from lib.keys import digest, make_key
 from lib.manifest import Candidate, Report, Sample, discover, inspect
 from lib.memory import Item, Memory, stat_of
-from lib.pipeline.contract import Inputs, StagePlan, lookup
+from lib.pipeline.contract import Inputs, StagePlan, chosen, lookup
 from lib.recipes import captions_key, images_key, manifest_key
 from lib.schema import Config
 from lib.store import Manifest, Store
 
 STAGE = "prepare_dataset"
 THREADS = 4
+SETTINGS = (
+    *("buckets.resolution", "buckets.step", "buckets.max_aspect"),
+    *("latents.variants", "latents.crop_seed", "latents.random_flip"),
+)
 
 
 def plan(config: Config, inputs: Inputs, store: Store) -> StagePlan:
@@ -45,6 +49,11 @@ def run(config: Config, inputs: Inputs, store: Store, events: Events) -> Manifes
     for kind, names in report["dropped"].items():
         events.warning(f"{len(names)} pictures dropped, {kind}: {', '.join(names)}")
     return published
+
+
+def key_settings(config: Config) -> dict[str, Any]:
+    """The settings that enter the key; the folder itself enters by what is in it."""
+    return chosen(config, "family.name", "dataset.instance_prompt", *SETTINGS)
 
 
 def problems(config: Config, store: Store) -> Iterator[Problem]:
@@ -136,8 +145,7 @@ def _manifest(
         "images": images,
         "buckets": _bucket_table(samples, images),
         "report": asdict(report),
-        "settings": {f"buckets.{n}": settings[n] for n in ("resolution", "step", "max_aspect")}
-        | {f"latents.{n}": settings[n] for n in ("variants", "crop_seed", "random_flip")},
+        "settings": chosen(config, *SETTINGS),
     }
     return Manifest(STAGE, key.digest, key.inputs, {}, payload)
 

@@ -10,10 +10,11 @@ from lib.events import Events
 from lib.files import user_path
 from lib.keys import Key, digest
 from lib.leases import lease
-from lib.pipeline.contract import Inputs, StagePlan, entry_keys
+from lib.pipeline.contract import BASE, Inputs, StagePlan, chosen, entry_keys
 from lib.recipes import train_key
 from lib.schema import Config
 from lib.store import Manifest, Store
+from lib.tracking import following
 from lib.verify import verify_entries
 
 STAGE = "train"
@@ -58,6 +59,12 @@ def run(config: Config, inputs: Inputs, store: Store, events: Events) -> Manifes
             return store.publish(manifest)
 
 
+def key_settings(config: Config) -> dict[str, Any]:
+    """The settings that enter the key; the two lengths by the steps that they make."""
+    lengths = ("trainer.max_steps", "trainer.num_epochs")
+    return {**chosen(config, *BASE, *lengths), **_settings(config)}
+
+
 def _train(
     claim: runs.Claim,
     planned: StagePlan,
@@ -74,19 +81,40 @@ def _train(
     if (warmup := config.lr_schedule.warmup_steps) > planned.total:
         share = f"{planned.total} of {warmup}"
         events.warning(f"the run ends within its warm-up: {share} of lr_schedule.warmup_steps")
-    finished = train_run(
-        claim,
-        config,
-        inputs.family,
-        inputs.base,
-        upstream=inputs.upstream,
-        store=store,
-        events=events,
-        total_steps=planned.total,
-    )
-    speed = finished.samples_per_second
-    rate = {"samples_per_second": round(speed, 2)} if speed else {}
-    events.phase(STAGE, "done", folder=str(claim.folder), key=claim.key, **rate)
+    _show_data(claim, config, inputs)
+    with following(claim.folder, config, events=events, parent=config.tracker.parent):
+        finished = train_run(
+            claim,
+            config,
+            inputs.family,
+            inputs.base,
+            upstream=inputs.upstream,
+            store=store,
+            events=events,
+            total_steps=planned.total,
+        )
+        speed = finished.samples_per_second
+        rate = {"samples_per_second": round(speed, 2)} if speed else {}
+        events.phase(STAGE, "done", folder=str(claim.folder), key=claim.key, **rate)
+        _show_losses(claim)
+
+
+def _show_data(claim: runs.Claim, config: Config, inputs: Inputs) -> None:
+    """The contact sheet, once."""
+    from lib import pictures, sheets
+
+    path = claim.folder / "contact_sheet.png"
+    if not path.exists():
+        prepared = inputs.upstream["prepare_dataset"].payload
+        pictures.save(sheets.data_sheet(prepared, user_path(config.dataset.root)), path)
+
+
+def _show_losses(claim: runs.Claim) -> None:
+    from lib import pictures
+
+    curves = {"train": runs.recorded_losses(claim.folder)}
+    plot = pictures.loss_plot(curves, title=claim.folder.name)
+    pictures.save(plot, claim.folder / "loss.png")
 
 
 def _total_steps(config: Config, inputs: Inputs) -> int:
@@ -112,7 +140,7 @@ def _settings(config: Config) -> dict[str, Any]:
         "lr_schedule": config.lr_schedule,
     }
     flat = {f"{g}.{name}": v for g, values in groups.items() for name, v in asdict(values).items()}
-    trainer = ("batch_size", "max_grad_norm", "caption_dropout")
+    trainer = ("batch_size", "max_grad_norm", "ema_decay", "caption_dropout")
     return {
         **flat,
         **{f"trainer.{name}": getattr(config.trainer, name) for name in trainer},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -26,6 +26,7 @@ class Checkpoint:
     num_samples_seen: int
     adapter: Mapping[str, torch.Tensor]
     optimizer: Mapping[str, Mapping[str, torch.Tensor]]  # parameter name -> moment -> tensor
+    ema: Mapping[str, torch.Tensor] = field(default_factory=dict)  # empty without an average
 
 
 def optimizer_state(
@@ -56,6 +57,7 @@ def save(folder: Path, checkpoint: Checkpoint, *, train_key: str) -> Path:
     _set_aside_if_damaged(path, train_key=train_key)
     if not path.exists():
         flat = {f"adapter/{name}": t for name, t in checkpoint.adapter.items()}
+        flat |= {f"ema/{name}": t for name, t in checkpoint.ema.items()}
         for name, moments in checkpoint.optimizer.items():
             flat |= {f"{moment}/{name}": t for moment, t in moments.items()}
         with files.staged_folder(path) as staged:
@@ -94,6 +96,7 @@ def load(path: Path, *, train_key: str) -> Checkpoint:
         num_samples_seen=record["num_samples_seen"],
         adapter=dict(_under("adapter", state)),
         optimizer=optimizer,
+        ema=dict(_under("ema", state)),
     )
 
 

@@ -106,6 +106,7 @@ def _save(trainer: Trainer, step: int, progress: Progress, *, folder: Path, trai
         num_samples_seen=progress.num_samples_seen,
         adapter=adapter.state_dict(trainer.denoiser),
         optimizer=checkpoint.optimizer_state(trainer.optimizer, trainer.parameters),
+        ema=adapter.renamed(trainer.ema),
     )
     checkpoint.save(folder, state, train_key=train_key)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from lib import adapter, files, tensors
+from lib import adapter, ema, files, tensors
 from lib.batches import Assembler, Plan, Records, ahead, slots_of
 from lib.buckets import Bucket
 from lib.device import pick_device, release, without_cudnn_attention
@@ -16,7 +16,7 @@ from lib.hub import Base
 from lib.keys import digest
 from lib.optimizers import make_optimizer
 from lib.records import DTYPES, to_stored
-from lib.runs import ADAPTER_FILE, Claim
+from lib.runs import ADAPTER_FILE, EMA_FILE, Claim
 from lib.schema import Config
 from lib.store import Manifest, Store
 from lib.training import checkpoint
@@ -83,6 +83,8 @@ def make_trainer(config: Config, family: Family, base: Base, events: Events) -> 
         max_grad_norm=config.trainer.max_grad_norm,
         seed=config.seed,
         dropout=config.adapter.dropout,
+        ema_decay=config.trainer.ema_decay,
+        ema=ema.start(injected.parameters) if config.trainer.ema_decay > 0 else {},
     )
 
 
@@ -118,16 +120,21 @@ def _restore(trainer: Trainer, folder: Path, *, key: str, events: Events) -> tup
     if found is None:
         return 0, 0
     adapter.load_state_dict(trainer.parameters, found.adapter)
+    if trainer.ema:
+        adapter.load_state_dict(trainer.ema, found.ema)
     checkpoint.restore_optimizer(trainer.optimizer, trainer.parameters, found.optimizer)
     events.decision("resume", found.step, source="checkpoint", reason="an earlier attempt stopped")
     return found.step, found.num_samples_seen
 
 
 def _write_adapter(trainer: Trainer, claim: Claim) -> None:
-    """The trained adapter, float32, under PEFT's keys; an untouched one is refused."""
+    """The adapter and its average, float32, under PEFT's keys; an untouched one is refused."""
     state = adapter.state_dict(trainer.denoiser)
     if adapter.is_untrained(state):
         why = "every B is zero after training: the adapter would change nothing"
         raise StateRefused(Problem(f"run {claim.folder.name}", why, remedy="raise optimizer.lr"))
-    data = tensors.encode(to_stored(state), metadata={"train_key": claim.key})
-    files.write_bytes(claim.folder / ADAPTER_FILE, data)
+    written = {ADAPTER_FILE: state, EMA_FILE: adapter.renamed(trainer.ema)}
+    for name, content in written.items():
+        if content:
+            data = tensors.encode(to_stored(content), metadata={"train_key": claim.key})
+            files.write_bytes(claim.folder / name, data)

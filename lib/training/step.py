@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from lib import shapes
+from lib import ema, shapes
 from lib.batches import Batch, StepBatches
 from lib.family import Family
 from lib.objectives import group_loss, per_sample_loss
@@ -38,6 +38,8 @@ class Trainer:
     max_grad_norm: float
     seed: int
     dropout: float
+    ema_decay: float = 0.0
+    ema: dict[str, torch.Tensor] = field(default_factory=dict)
     guidance: float = 1.0
 
     def step(self, group: StepBatches, *, rate: float) -> StepResult:
@@ -58,7 +60,10 @@ class Trainer:
         self.optimizer.found_inf = (~finite).float()  # type: ignore[attr-defined]
         self.optimizer.grad_scale = None  # type: ignore[attr-defined]
         self.optimizer.step()
-        return StepResult(loss=float(loss), grad_norm=float(norm), finite=bool(finite))
+        result = StepResult(loss=float(loss), grad_norm=float(norm), finite=bool(finite))
+        if result.finite and self.ema:
+            ema.update(self.ema, self.parameters, number=group.step + 1, decay=self.ema_decay)
+        return result
 
     def _loss(self, batch: Batch, total_weight: float) -> shapes.Scalar:
         with self._autocast():

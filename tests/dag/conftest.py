@@ -26,6 +26,7 @@ SMALL = (
     "trainer.max_steps=6",
     "trainer.batch_size=2",
     "trainer.save_every=2",
+    "tracker=none",
 )
 
 
@@ -105,6 +106,21 @@ def adapter_of(tmp_path):
         folder = runs.completed(root / "store", manifest.key)
         assert folder is not None
         return (folder / runs.ADAPTER_FILE).read_bytes()
+
+    return found
+
+
+@pytest.fixture
+def results_of(tmp_path):
+    """All that a run made, by name: the bytes of its adapter and of the average."""
+
+    def found(manifest, root: Path = tmp_path) -> dict[str, bytes]:
+        from lib import runs
+
+        folder = runs.completed(root / "store", manifest.key)
+        assert folder is not None
+        names = (runs.ADAPTER_FILE, runs.EMA_FILE)
+        return {name: (folder / name).read_bytes() for name in names if (folder / name).exists()}
 
     return found
 

@@ -141,6 +141,17 @@ def test_dropout_and_caption_dropout_have_an_effect(ensure, adapter_of):
     assert adapter_of(ensure("train", "trainer.caption_dropout=0.9")) != plain
 
 
+def test_the_average_is_another_adapter_and_none_is_made_at_decay_zero(ensure, results_of):
+    from lib.runs import ADAPTER_FILE, EMA_FILE
+    from lib.tensors import decode
+
+    both = results_of(ensure("train"))
+    assert decode(both[ADAPTER_FILE]).tensors != decode(both[EMA_FILE]).tensors
+    plain = results_of(ensure("train", "trainer.ema_decay=0"))
+    assert list(plain) == [ADAPTER_FILE]
+    assert decode(plain[ADAPTER_FILE]).tensors == decode(both[ADAPTER_FILE]).tensors
+
+
 def test_the_record_of_a_run_names_keys_versions_and_no_caption(ensure, tmp_path, data):
     import json
 
@@ -159,12 +170,12 @@ def test_each_export_dtype_has_its_own_file_and_is_a_hit_afterwards(ensure, seen
     from pathlib import Path
 
     first = ensure("export", f"export.dtype={dtype}")
-    file = Path(first.payload["file"])
+    file = Path(first.payload["files"]["adapter"]["file"])
     data = file.read_bytes()
     assert file.parent.name == f"diffusers-{dtype}"
     ensure("export", f"export.dtype={dtype}")
     assert [e.data["status"] for e in seen if e.stage == "export"] == ["hit"]
     file.write_bytes(b"changed by somebody")
     again = ensure("export", f"export.dtype={dtype}")
-    assert Path(again.payload["file"]).read_bytes() == data
+    assert Path(again.payload["files"]["adapter"]["file"]).read_bytes() == data
     assert file.read_bytes() == b"changed by somebody"

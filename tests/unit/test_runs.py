@@ -125,7 +125,9 @@ def test_a_complete_run_is_found_by_its_key(store):
     taken = complete(store)
     assert runs.completed(store, KEY) == taken.folder.resolve()
     assert runs.completed(store, digest("another")) is None
-    assert runs.read(store, KEY)["adapter"] == file_digest(taken.folder / runs.ADAPTER_FILE)
+    assert runs.read(store, KEY)["adapters"][runs.ADAPTER_FILE] == file_digest(
+        taken.folder / runs.ADAPTER_FILE
+    )
 
 
 @pytest.mark.parametrize("harm", ["change", "delete", "folder"])

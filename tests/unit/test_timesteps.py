@@ -57,7 +57,10 @@ def test_a_shift_is_its_formula_and_the_inverse_shift_undoes_it(sigma, k):
     shifted = shift_sigma(np.float32(sigma), shift=k)
     assert shifted == pytest.approx(k * sigma / (1 + (k - 1) * sigma), rel=1e-5)
     assert shift_sigma(shifted, shift=1 / k) == pytest.approx(sigma, rel=1e-4)
-    assert (shifted >= np.float32(sigma) * (1 - 1e-6)) == (k >= 1) or sigma > 0.999
+    if k >= 1:
+        assert shifted >= sigma * (1 - 1e-5)
+    else:
+        assert shifted <= sigma * (1 + 1e-5)
 
 
 def test_known_shifts():

@@ -1,0 +1,98 @@
+"""Stage `sample`: a grid of pictures, base | adapter | EMA, from the same noise."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from lib import files, runs
+from lib.events import Events
+from lib.keys import digest, file_digest
+from lib.leases import lease
+from lib.pipeline.contract import Inputs, StagePlan, chosen, prompts_of
+from lib.recipes import sample_key
+from lib.schema import Config
+from lib.store import Manifest, Store
+
+STAGE = "sample"
+
+
+def plan(config: Config, inputs: Inputs, store: Store) -> StagePlan:
+    """Whether this grid is there, unchanged."""
+    settings = key_settings(config)
+    prompts = prompts_of(config, inputs.upstream["prepare_dataset"].payload["captions"])
+    if not {"encode_captions", "build_latent_cache", "export"} <= inputs.upstream.keys():
+        return StagePlan(STAGE, None, False, len(prompts), len(prompts), 0, settings)
+    texts = inputs.upstream["encode_captions"].payload
+    negative = config.sample.negative_prompt
+    empty = texts["unconditional"] if negative is None else texts["texts"][digest(negative)]
+    key = sample_key(
+        export=inputs.upstream["export"].key,
+        captions=[texts["texts"][digest(prompt)] for prompt in prompts],
+        unconditional=empty,
+        autoencoder=inputs.base.identity(inputs.family.FACTS.autoencoder),
+        settings=settings,
+    )
+    # Prompts are texts of the user's: the manifest names their entries, the picture shows them.
+    manifest = Manifest(STAGE, key.digest, key.inputs, {}, {"settings": settings})
+    found = drawn_file(store, manifest) is not None
+    missing = 0 if found else len(prompts)
+    return StagePlan(STAGE, manifest, found, len(prompts), missing, 0, settings)
+
+
+def run(config: Config, inputs: Inputs, store: Store, events: Events) -> Manifest:
+    """Draw the grid into the run's folder and publish its digest."""
+    planned = plan(config, inputs, store).known()
+    if there := drawn_file(store, planned):
+        events.phase(STAGE, "hit", key=planned.key, file=str(there))
+        found = store.manifest(STAGE, planned.key)
+        assert found is not None
+        return found
+    events.phase(STAGE, "start")
+    from lib import pictures
+    from lib.drawing import draw_grid
+
+    with lease(store, [*planned.inputs["captions"], planned.inputs["unconditional"]]):
+        grid = draw_grid(
+            config,
+            inputs.family,
+            inputs.base,
+            request=_request(config, inputs, planned),
+            store=store,
+            events=events,
+        )
+    folder = runs.completed(store.root, inputs.upstream["train"].key)
+    assert folder is not None
+    path = files.free_name(folder / "samples" / f"grid-{planned.key[:8]}.png")
+    pictures.save(grid, path)
+    payload = {**planned.payload, "file": str(path), "sha256": file_digest(path)}
+    published = store.publish(Manifest(STAGE, planned.key, planned.inputs, {}, payload))
+    events.phase(STAGE, "done", key=planned.key, file=str(path))
+    return published
+
+
+def key_settings(config: Config) -> dict[str, Any]:
+    """The settings that enter the key; those of the stages upstream are in theirs."""
+    own = {f"sample.{name}": value for name, value in asdict(config.sample).items()}
+    return {**own, **chosen(config, "buckets.resolution", "precision.mode")}
+
+
+def drawn_file(store: Store, planned: Manifest) -> Path | None:
+    """The grid an earlier run of this stage left, if it is still what it was."""
+    found = store.manifest(planned.stage, planned.key)
+    if found is None:
+        return None
+    path = Path(found.payload["file"])
+    return path if path.is_file() and file_digest(path) == found.payload["sha256"] else None
+
+
+def _request(config: Config, inputs: Inputs, planned: Manifest) -> Any:
+    from lib.drawing import GridRequest
+
+    exported = inputs.upstream["export"].payload["files"]
+    return GridRequest(
+        prompts=tuple(prompts_of(config, inputs.upstream["prepare_dataset"].payload["captions"])),
+        captions=tuple(planned.inputs["captions"]),
+        unconditional=planned.inputs["unconditional"],
+        adapters={name: Path(made["file"]) for name, made in exported.items()},
+        constants=inputs.upstream["build_latent_cache"].payload["constants"],
+    )
