@@ -3,13 +3,11 @@
 import os
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from lib.errors import DarkroomError, InputRefused
 from lib.schema import Config
 from stages.summary import Summary
 
-CHECKOUT = Path(__file__).resolve().parent.parent
 INTERRUPTED = 130
 
 # The libraries' notices are not ours to give; a user who wants them sets the level.

@@ -20,8 +20,8 @@ from lib.config import Reading, read
 from lib.errors import InputRefused, Problem
 from lib.files import user_path
 from lib.schema import Config
-from stages import CHECKOUT
 
+CHECKOUT = Path(__file__).resolve().parent.parent
 CONF = CHECKOUT / "conf"
 NAME = "config"
 WHOLE = "conf/"

@@ -7,12 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lib.errors import InputRefused, Problem
-from lib.pictures import loss_plot, running_mean, save
-from lib.runs import recorded_losses
 from lib.schema import Config
-from lib.tracking import close_parent, parent_run
 from stages import guarded
-from stages.composing import Combination, with_hydra
 from stages.summary import Summary
 
 Job = Callable[[Config, Summary], int]
@@ -33,11 +29,16 @@ class Row:
     @property
     def losses(self) -> list[tuple[int, float]]:
         """Of the run's own record, so that a run found complete has its curve too."""
+        from lib.runs import recorded_losses
+
         return recorded_losses(Path(self.folder)) if self.folder else []
 
 
 def sweep(job: Job, arguments: Sequence[str]) -> int:
     """Run every combination; one that fails does not stop the others. The largest exit code."""
+    from lib.tracking import close_parent, parent_run
+    from stages.composing import Combination, with_hydra
+
     rows: list[Row] = []
     first: list[Combination] = []
     parents: list[str | None] = []
@@ -67,6 +68,8 @@ def sweep(job: Job, arguments: Sequence[str]) -> int:
 
 def table(rows: Sequence[Row]) -> Iterator[str]:
     """A line a combination: what is its own, how it ended, its last mean loss, its folder."""
+    from lib.pictures import running_mean
+
     asked = names_of(rows)
     width = max(len(text) for text in ("overrides", *asked))
     yield f"\n{'overrides':<{width}}  result      loss    folder"
@@ -98,6 +101,8 @@ def _child(config: Config, parent: str | None) -> Config:
 
 def _picture(rows: Sequence[Row], folder: Path) -> Path | None:
     """All loss curves in one picture, in the sweep's own folder."""
+    from lib.pictures import loss_plot, save
+
     named = dict(zip(names_of(rows), rows, strict=True))
     curves = {name: row.losses for name, row in named.items() if row.losses}
     if not curves:

@@ -59,11 +59,18 @@ PUBLIC = {
     "trainer.max_grad_norm=0": ("trainer.max_grad_norm", 0.0),
     "trainer.save_every=7": ("trainer.save_every", 7),
     "trainer.caption_dropout=0.1": ("trainer.caption_dropout", 0.1),
+    "trainer.ema_decay=0": ("trainer.ema_decay", 0.0),
+    "sample.prompts=[a fox]": ("sample.prompts", ["a fox"]),
+    "sample.negative_prompt=ugly": ("sample.negative_prompt", "ugly"),
+    "sample.seed=3": ("sample.seed", 3),
+    "sample.steps=4": ("sample.steps", 4),
+    "sample.guidance=2": ("sample.guidance", 2.0),
     "export.format=diffusers": ("export.format", "diffusers"),
     "export.dtype=bf16": ("export.dtype", "bf16"),
     "tracker=none": ("tracker.name", "none"),
     "tracker.uri=http://127.0.0.1:5000": ("tracker.uri", "http://127.0.0.1:5000"),
     "tracker.experiment=cats": ("tracker.experiment", "cats"),
+    "tracker.parent=0123abc": ("tracker.parent", "0123abc"),
     "paths.store=elsewhere": ("paths.store", "elsewhere"),
     "paths.outputs=elsewhere": ("paths.outputs", "elsewhere"),
     "name=my-run": ("name", "my-run"),
@@ -123,7 +130,7 @@ def test_every_public_option_is_taken(given):
 
 
 def _words(given):
-    return [given] if "'" in given else given.split()
+    return [given] if "'" in given or "[" in given else given.split()
 
 
 def test_every_setting_has_a_public_name_in_this_list():

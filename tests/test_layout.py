@@ -132,7 +132,7 @@ def _found(check, paths):
 
 def _code_deps(stage):
     """The files that DVC must watch for a stage, by grimp; of the graph only the stage's module."""
-    graph = grimp.build_graph("lib")
+    graph = grimp.build_graph("lib", cache_dir=None)  # its cache goes by times of files
     family = compose([RECIPE]).family.name
     modules = {f"lib.pipeline.{stage}", f"lib.families.{family}"}
     modules |= {m for module in modules for m in graph.find_upstream_modules(module)}

@@ -20,6 +20,7 @@ from lib.tracking.shown import parameters
 POLL_SECONDS = 3.0
 FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 1.0, 60.0
 END_SECONDS = 10.0
+PARENT_SECONDS = 30.0  # a sweep's first call may have to make the tables of a new file
 FAILURES = (TrackerFailed, StorageFailed)
 LATER = "training is not affected; what is missing is sent again, at the latest by the next run"
 
@@ -148,7 +149,11 @@ def parent_run(config: Config, name: str) -> str | None:
     if config.tracker.name == "none":
         return None
     start = RunStart(name, time.time(), {"darkroom.kind": "sweep"})
-    return _in_time(config.tracker, lambda server: server.create_run(start, token=new_token()))
+    return _in_time(
+        config.tracker,
+        lambda server: server.create_run(start, token=new_token()),
+        seconds=PARENT_SECONDS,
+    )
 
 
 def close_parent(config: Config, run_id: str, *, status: Status) -> bool:
@@ -158,11 +163,11 @@ def close_parent(config: Config, run_id: str, *, status: Status) -> bool:
         server.end_run(run_id, status=status, time=time.time())
         return True
 
-    return bool(_in_time(config.tracker, close))
+    return bool(_in_time(config.tracker, close, seconds=END_SECONDS))
 
 
-def _in_time(tracker: TrackerConfig, action: Callable[[Server], Any]) -> Any:
-    """The action's result, or None when it fails or takes longer than END_SECONDS."""
+def _in_time(tracker: TrackerConfig, action: Callable[[Server], Any], *, seconds: float) -> Any:
+    """The action's result, or None when it fails or takes longer."""
     prepare_environment()
     results: list[Any] = []
 
@@ -174,7 +179,7 @@ def _in_time(tracker: TrackerConfig, action: Callable[[Server], Any]) -> Any:
 
     thread = threading.Thread(target=act, name="tracking", daemon=True)
     thread.start()
-    thread.join(END_SECONDS)
+    thread.join(seconds)
     return results[0] if results else None
 
 

@@ -84,8 +84,17 @@ RECIPES = {
         {"seed": [1], "settings": [{"rank": 5}]},
     ),
     recipes.export_key: (
-        {"train": "t", "adapter": "adapter", "format": "diffusers", "dtype": "fp32"},
-        {"train": ["u"], "adapter": ["ema"], "format": ["kohya"], "dtype": ["bf16"]},
+        {"train": "t", "adapters": ["adapter"], "format": "diffusers", "dtype": "fp32"},
+        {
+            "train": ["u"],
+            "adapters": [["ema"], ["adapter", "ema"]],
+            "format": ["kohya"],
+            "dtype": ["bf16"],
+        },
+    ),
+    recipes.sample_key: (
+        {"export": "e", "captions": ["a", "b"]},
+        {"export": ["f"], "captions": [["b", "a"], ["a"]]},
     ),
 }
 
@@ -95,7 +104,7 @@ def test_every_recipe_and_every_argument_of_it_is_tried_here():
     assert found - {recipes.make_key} == set(RECIPES)
     for recipe, (arguments, others) in RECIPES.items():
         assert arguments.keys() == others.keys()
-        if recipe is not recipes.train_key:
+        if recipe not in (recipes.train_key, recipes.sample_key):
             assert inspect.signature(recipe).parameters.keys() == arguments.keys()
 
 
@@ -225,6 +234,7 @@ KEYED = {
     "trainer.batch_size",
     "trainer.max_grad_norm",
     "trainer.caption_dropout",
+    "trainer.ema_decay",
     "seed",
     "precision.mode",
 }
@@ -238,7 +248,15 @@ def another(value):
     return f"{value}x" if isinstance(value, str) else (value or 0) + 1
 
 
-TEXTS_OR_NULL = ("name", "family.revision", "dataset.instance_prompt")
+TEXTS_OR_NULL = (
+    "name",
+    "family.revision",
+    "dataset.instance_prompt",
+    "sample.negative_prompt",
+    "tracker.uri",
+    "tracker.experiment",
+    "tracker.parent",
+)
 
 
 @pytest.mark.parametrize(("setting", "value"), LEAVES, ids=[name for name, _ in LEAVES])

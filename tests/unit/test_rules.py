@@ -50,6 +50,12 @@ BROKEN = {
     "export.dtype": ["auto"],
     "upstream": ["always"],
     "seed": [-1, 2**63, 10**400],
+    "trainer.ema_decay": [-0.1, 1.0, NAN],
+    "sample.prompts": [["a"] * 65],
+    "sample.seed": [-1, 2**63],
+    "sample.steps": [0, 1001],
+    "sample.guidance": [-1.0, 101.0, NAN, INF],
+    "tracker.name": ["wandb", ""],
     "gc.keep_days": [-1.0, 36501.0, NAN, INF],
     "name": ["", "a/b", "../a", ".a", "-a", "a b", "a\n", "\u00e4", "a" * 101],
 }

@@ -302,6 +302,7 @@ def test_a_sweep_without_an_answer_has_no_parent(configured, valid, monkeypatch)
     assert not close_parent(configured("http://127.0.0.1:1"), "id", status="FAILED")
     hanging = threading.Event()
     monkeypatch.setattr(follower, "END_SECONDS", 0.1)
+    monkeypatch.setattr(follower, "PARENT_SECONDS", 0.1)
 
     def hang(*_address):
         hanging.wait(60)
