@@ -2,11 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from lib.events import Events
 from lib.family import Family
 from lib.hub import Base
+from lib.keys import file_digest
 from lib.schema import Config, value_of
 from lib.store import Damaged, EntryRef, Manifest, Store
 from lib.verify import EntriesDamaged, verify_entries
@@ -103,6 +105,22 @@ def hit(store: Store, planned: Manifest, events: Events) -> Manifest | None:
         store.touch(found.stage, found.key)
         events.phase(found.stage, "hit", key=found.key, entries=len(set(found.refs())))
     return found
+
+
+def file_record(path: Path) -> dict[str, str]:
+    """A file in a run's folder, as a manifest's payload lists it under `files`."""
+    return {"file": str(path), "sha256": file_digest(path)}
+
+
+def files_of(store: Store, planned: Manifest) -> Mapping[str, Path] | None:
+    """The files that an earlier run of the stage left, if all are still what they were."""
+    found = lookup(store, planned)
+    if found is None:
+        return None
+    records = found.payload["files"]
+    paths = {name: Path(record["file"]) for name, record in records.items()}
+    sound = all(path.is_file() and file_record(path) == records[n] for n, path in paths.items())
+    return paths if sound else None
 
 
 def publish(store: Store, planned: Manifest, events: Events, *, made: int) -> Manifest:

@@ -1,13 +1,10 @@
 """Stage `export`: the adapter and its average in a format others read, proven by reading."""
 
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from lib import files, runs
 from lib.events import Events
-from lib.keys import file_digest
-from lib.pipeline.contract import Inputs, StagePlan, chosen
+from lib.pipeline.contract import Inputs, StagePlan, chosen, file_record, files_of
 from lib.recipes import export_key
 from lib.schema import Config
 from lib.store import Manifest, Store
@@ -30,7 +27,7 @@ def plan(config: Config, inputs: Inputs, store: Store) -> StagePlan:
         dtype=config.export.dtype,
     )
     manifest = Manifest(STAGE, key.digest, key.inputs, {}, {"settings": settings})
-    found = exported_files(store, manifest) is not None
+    found = files_of(store, manifest) is not None
     missing = 0 if found else len(names)
     return StagePlan(STAGE, manifest, found, len(names), missing, 0, settings)
 
@@ -38,7 +35,7 @@ def plan(config: Config, inputs: Inputs, store: Store) -> StagePlan:
 def run(config: Config, inputs: Inputs, store: Store, events: Events) -> Manifest:
     """Write the files beside their run, never over others, and publish their digests."""
     planned = plan(config, inputs, store).known()
-    if there := exported_files(store, planned):
+    if there := files_of(store, planned):
         events.phase(STAGE, "hit", key=planned.key, file=str(there["adapter"]))
         found = store.manifest(STAGE, planned.key)
         assert found is not None
@@ -60,7 +57,7 @@ def run(config: Config, inputs: Inputs, store: Store, events: Events) -> Manifes
             family=inputs.family,
             provenance={"train_key": inputs.upstream["train"].key, "adapter": name},
         )
-        made[name] = {"file": str(done.path), "sha256": file_digest(done.path)}
+        made[name] = file_record(done.path)
         if done.num_flushed:
             dtype = f"export.dtype={config.export.dtype}"
             events.warning(f"{name}: {done.num_flushed} values became 0 in {dtype}")
@@ -73,19 +70,6 @@ def run(config: Config, inputs: Inputs, store: Store, events: Events) -> Manifes
 def key_settings(config: Config) -> dict[str, Any]:
     """The settings that enter the key; those of the stages upstream are in theirs."""
     return chosen(config, "export.format", "export.dtype")
-
-
-def exported_files(store: Store, planned: Manifest) -> Mapping[str, Path] | None:
-    """The files an earlier export left, if they are still what they were."""
-    found = store.manifest(planned.stage, planned.key)
-    if found is None:
-        return None
-    paths = {name: Path(made["file"]) for name, made in found.payload["files"].items()}
-    sound = all(
-        path.is_file() and file_digest(path) == found.payload["files"][name]["sha256"]
-        for name, path in paths.items()
-    )
-    return paths if sound else None
 
 
 def _adapters(config: Config) -> list[str]:

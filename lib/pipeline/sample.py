@@ -6,9 +6,9 @@ from typing import Any
 
 from lib import files, runs
 from lib.events import Events
-from lib.keys import digest, file_digest
+from lib.keys import digest
 from lib.leases import lease
-from lib.pipeline.contract import Inputs, StagePlan, chosen, prompts_of
+from lib.pipeline.contract import Inputs, StagePlan, chosen, file_record, files_of, prompts_of
 from lib.recipes import sample_key
 from lib.schema import Config
 from lib.store import Manifest, Store
@@ -34,7 +34,7 @@ def plan(config: Config, inputs: Inputs, store: Store) -> StagePlan:
     )
     # Prompts are texts of the user's: the manifest names their entries, the picture shows them.
     manifest = Manifest(STAGE, key.digest, key.inputs, {}, {"settings": settings})
-    found = drawn_file(store, manifest) is not None
+    found = files_of(store, manifest) is not None
     missing = 0 if found else len(prompts)
     return StagePlan(STAGE, manifest, found, len(prompts), missing, 0, settings)
 
@@ -42,8 +42,8 @@ def plan(config: Config, inputs: Inputs, store: Store) -> StagePlan:
 def run(config: Config, inputs: Inputs, store: Store, events: Events) -> Manifest:
     """Draw the grid into the run's folder and publish its digest."""
     planned = plan(config, inputs, store).known()
-    if there := drawn_file(store, planned):
-        events.phase(STAGE, "hit", key=planned.key, file=str(there))
+    if there := files_of(store, planned):
+        events.phase(STAGE, "hit", key=planned.key, file=str(there["grid"]))
         found = store.manifest(STAGE, planned.key)
         assert found is not None
         return found
@@ -64,7 +64,7 @@ def run(config: Config, inputs: Inputs, store: Store, events: Events) -> Manifes
     assert folder is not None
     path = files.free_name(folder / "samples" / f"grid-{planned.key[:8]}.png")
     pictures.save(grid, path)
-    payload = {**planned.payload, "file": str(path), "sha256": file_digest(path)}
+    payload = {**planned.payload, "files": {"grid": file_record(path)}}
     published = store.publish(Manifest(STAGE, planned.key, planned.inputs, {}, payload))
     events.phase(STAGE, "done", key=planned.key, file=str(path))
     return published
@@ -74,15 +74,6 @@ def key_settings(config: Config) -> dict[str, Any]:
     """The settings that enter the key; those of the stages upstream are in theirs."""
     own = {f"sample.{name}": value for name, value in asdict(config.sample).items()}
     return {**own, **chosen(config, "buckets.resolution", "precision.mode")}
-
-
-def drawn_file(store: Store, planned: Manifest) -> Path | None:
-    """The grid an earlier run of this stage left, if it is still what it was."""
-    found = store.manifest(planned.stage, planned.key)
-    if found is None:
-        return None
-    path = Path(found.payload["file"])
-    return path if path.is_file() and file_digest(path) == found.payload["sha256"] else None
 
 
 def _request(config: Config, inputs: Inputs, planned: Manifest) -> Any:

@@ -6,27 +6,26 @@ import numpy as np
 import pytest
 from PIL import Image
 
-SIDE, STEP = 64, 64 + 8
+SIDE = 64
 
 
 def cells(path: Path, columns: int) -> list[list[np.ndarray]]:
     """The pictures of a grid, by row and column."""
+    from lib.pictures import LINE, MARGIN
+
     with Image.open(path) as picture:
         image = np.asarray(picture)
-    down = SIDE + 16 + 2 * 8
-    rows = (image.shape[0] - 24) // down
+    down, top = SIDE + LINE + 2 * MARGIN, LINE + MARGIN
+    rows = (image.shape[0] - top) // down
+    across = [MARGIN + (SIDE + MARGIN) * column for column in range(columns)]
     return [
-        [
-            image[24 + down * r : 24 + down * r + SIDE, 8 + STEP * c : 8 + STEP * c + SIDE]
-            for c in range(columns)
-        ]
-        for r in range(rows)
+        [image[top + down * row :, left:][:SIDE, :SIDE] for left in across] for row in range(rows)
     ]
 
 
 def test_the_grid_has_a_row_a_prompt_and_three_columns_that_differ(ensure):
     manifest = ensure("sample", "sample.steps=2", "sample.prompts=[a fox, a red key, a boat]")
-    drawn = cells(Path(manifest.payload["file"]), 3)
+    drawn = cells(Path(manifest.payload["files"]["grid"]["file"]), 3)
     assert len(drawn) == 3
     for base, adapter, average in drawn:
         assert not np.array_equal(base, adapter)
@@ -36,8 +35,8 @@ def test_the_grid_has_a_row_a_prompt_and_three_columns_that_differ(ensure):
 
 def test_without_an_average_there_are_two_columns(ensure):
     manifest = ensure("sample", "sample.steps=1", "trainer.ema_decay=0")
-    with Image.open(manifest.payload["file"]) as image:
-        assert image.width == 8 + 2 * STEP
+    with Image.open(manifest.payload["files"]["grid"]["file"]) as image:
+        assert image.width == 8 + 2 * (SIDE + 8)
 
 
 def test_a_warm_grid_loads_no_text_encoder_and_a_second_one_nothing(
@@ -71,7 +70,9 @@ def test_another_prompt_trains_nothing_again_and_encodes_one_text(ensure, counte
 def test_the_same_seed_draws_the_same_picture_and_another_does_not(ensure, tmp_path):
     one, two = tmp_path / "one", tmp_path / "two"
     files = [
-        ensure("sample", "sample.steps=2", f"sample.seed={seed}", root=root).payload["file"]
+        ensure("sample", "sample.steps=2", f"sample.seed={seed}", root=root).payload["files"][
+            "grid"
+        ]["file"]
         for root, seed in ((one, 3), (two, 3), (two, 4))
     ]
     first, second, third = (Path(file).read_bytes() for file in files)
@@ -88,7 +89,7 @@ def test_the_adapter_column_is_the_pipelines_own_picture(ensure, base, configure
     from lib.random import normal
 
     overrides = ("sample.steps=2", "sample.prompts=[a red circle]", "sample.seed=5")
-    drawn = cells(Path(ensure("sample", *overrides).payload["file"]), 3)[0]
+    drawn = cells(Path(ensure("sample", *overrides).payload["files"]["grid"]["file"]), 3)[0]
     exported = ensure("export", *overrides).payload["files"]
     shape = (1, 16, SIDE // 8, SIDE // 8)
     noise = torch.from_numpy(normal(shape, seed=5, stream="noise", counter=0, sample_id="sample"))
