@@ -32,7 +32,6 @@ def plan(config: Config, inputs: Inputs, store: Store) -> StagePlan:
         autoencoder=inputs.base.identity(inputs.family.FACTS.autoencoder),
         settings=settings,
     )
-    # Prompts are texts of the user's: the manifest names their entries, the picture shows them.
     manifest = Manifest(STAGE, key.digest, key.inputs, {}, {"settings": settings})
     found = files_of(store, manifest) is not None
     missing = 0 if found else len(prompts)
