@@ -99,9 +99,14 @@ def load_state_dict(
     named = renamed(parameters)
     if named.keys() != state.keys():
         raise ValueError(f"adapter keys differ: {sorted(named.keys() ^ state.keys())[:4]}")
-    with torch.no_grad():
-        for name, tensor in named.items():
-            tensor.copy_(state[name])
+    copy_into(named, state)
+
+
+@torch.no_grad()
+def copy_into(target: Mapping[str, torch.Tensor], source: Mapping[str, torch.Tensor]) -> None:
+    """Overwrite each tensor with the one of the same name."""
+    for name, tensor in target.items():
+        tensor.copy_(source[name])
 
 
 def is_untrained(state: Mapping[str, torch.Tensor]) -> bool:

@@ -5,11 +5,8 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TypeVar
 
 import torch
-
-Held = TypeVar("Held")
 
 
 def pick_device() -> torch.device:
@@ -29,16 +26,6 @@ def without_cudnn_attention() -> Iterator[None]:
         yield
     finally:
         torch.backends.cuda.enable_cudnn_sdp(was_enabled)
-
-
-@contextmanager
-def freed(models: Held) -> Iterator[Held]:
-    """Hold models for the block; afterwards nothing of them occupies the device."""
-    try:
-        yield models
-    finally:
-        del models
-        release()
 
 
 def release() -> None:

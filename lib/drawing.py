@@ -1,20 +1,21 @@
-"""Drawing the grid of samples: the base, then each exported adapter, from the same noise."""
+"""Drawing the grid of samples: the base, then each adapter, from the same noise."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from PIL import Image
 
 from lib import pictures
 from lib.batches import Records
-from lib.device import freed, pick_device
+from lib.device import pick_device, release
 from lib.events import Events
-from lib.family import Family
+from lib.family import Conditioning, Family
 from lib.hub import Base
 from lib.random import normal
 from lib.records import DTYPES
@@ -22,106 +23,131 @@ from lib.sampling import euler
 from lib.schema import Config
 from lib.store import Store
 
-TITLES = {"base": "base", "adapter": "adapter", "ema": "EMA"}
+TITLES = {"base": "base", "adapter": "adapter", "ema": "EMA", "target": "held-out target"}
+
+Column = list[torch.Tensor]  # a prompt's latents, one picture for each seed
 
 
 @dataclass(frozen=True)
 class GridRequest:
-    """What is drawn: prompts with their entries, and the exported files by column."""
+    """What is drawn: prompts with their entries, and what is known of the autoencoder."""
 
     prompts: tuple[str, ...]
     captions: tuple[str, ...]  # entry keys
     unconditional: str  # entry key
-    adapters: Mapping[str, Path]
     constants: Mapping[str, Any]
 
 
+@dataclass(frozen=True)
+class Sampler:
+    """Draws a request's pictures with whatever denoiser it is handed."""
+
+    config: Config
+    family: Family
+    base: Base
+    request: GridRequest
+    store: Store
+
+    def column(
+        self, denoiser: Any, *, each_step: Callable[[], None] = lambda: None
+    ) -> Iterator[torch.Tensor]:
+        """Final latents of each prompt; the noise depends on the prompt's place and the seed."""
+        sigmas = self._sigmas()
+        for row, caption in enumerate(self.request.captions):
+            yield euler(
+                self.family,
+                denoiser,
+                self._noise(row),
+                conditioning=self._conditioning(caption),
+                sigmas=sigmas,
+                guidance=self.config.sample.guidance,
+                unconditional=self._unconditional(),
+                each_step=each_step,
+            )
+
+    def decode(self, autoencoder: Any, latents: torch.Tensor) -> Image.Image:
+        """One prompt's pictures, side by side."""
+        raw = self.family.denormalise(latents, self.request.constants)
+        pixels = torch.cat([self.family.decode_latents(autoencoder, one[None]) for one in raw])
+        return pictures.to_image(np.concatenate(list(pixels.numpy()), axis=2))
+
+    def load_autoencoder(self) -> Any:
+        dtype = DTYPES[self.config.latents.dtype]
+        return self.family.load_autoencoder(self.base, dtype=dtype, device=pick_device())
+
+    def grid(self, columns: Mapping[str, Sequence[Image.Image | None]]) -> Image.Image:
+        """The table of pictures; None leaves a cell empty."""
+        rows = [list(row) for row in zip(*columns.values(), strict=True)]
+        titles = [TITLES.get(name, name) for name in columns]
+        return pictures.grid(rows, columns=titles, captions=self.request.prompts)
+
+    def _shape(self) -> tuple[int, int, int]:
+        side = self.config.buckets.resolution
+        autoencoder = self.base.component(self.family.FACTS.autoencoder).config
+        return self.family.latent_shape(autoencoder, height=side, width=side)
+
+    def _noise(self, row: int) -> torch.Tensor:
+        first = self.config.sample.seed
+        drawn = [
+            normal(self._shape(), seed=seed, stream="noise", counter=row, sample_id="sample")
+            for seed in range(first, first + self.config.sample.num_seeds)
+        ]
+        return torch.from_numpy(np.stack(drawn)).to(pick_device())
+
+    def _sigmas(self) -> list[float]:
+        scheduler = self.base.component("scheduler").config
+        _, height, width = self._shape()
+        steps = self.config.sample.steps
+        return self.family.sampling_sigmas(
+            steps, latent_size=(height, width), scheduler=scheduler
+        ).tolist()
+
+    def _conditioning(self, key: str) -> Conditioning:
+        record = Records(self.store, max_bytes=0)("captions", key)
+        records = [record] * self.config.sample.num_seeds
+        return self.family.conditioning(records).to(pick_device())
+
+    def _unconditional(self) -> Conditioning | None:
+        denoiser = self.base.component(self.family.FACTS.denoiser).config
+        if self.family.embeds_guidance(denoiser):
+            return None
+        return self._conditioning(self.request.unconditional)
+
+
 def draw_grid(
-    config: Config,
-    family: Family,
-    base: Base,
+    sampler: Sampler,
     *,
-    request: GridRequest,
-    store: Store,
+    adapters: Mapping[str, Path],
+    targets: Sequence[Image.Image | None],
     events: Events,
 ) -> Image.Image:
-    """The grid's picture; the denoiser is freed before the autoencoder loads."""
-    latents = _latents(config, family, base, request=request, store=store, events=events)
-    images = _decoded(config, family, base, latents, constants=request.constants)
-    columns = list(latents)
-    return pictures.grid(
-        [[images[column][row] for column in columns] for row in range(len(request.prompts))],
-        columns=[TITLES[column] for column in columns],
-        captions=request.prompts,
-    )
+    """The grid's picture: base, exported files, and what a held-out picture really looks like."""
+    columns = _latents(sampler, adapters=adapters, events=events)
+    release()  # the denoiser, which no name holds any more
+    autoencoder = sampler.load_autoencoder()
+    images: dict[str, Sequence[Image.Image | None]] = {
+        name: [sampler.decode(autoencoder, latents) for latents in column]
+        for name, column in columns.items()
+    }
+    return sampler.grid({**images, "target": targets} if any(targets) else images)
 
 
 def _latents(
-    config: Config,
-    family: Family,
-    base: Base,
-    *,
-    request: GridRequest,
-    store: Store,
-    events: Events,
-) -> dict[str, list[torch.Tensor]]:
-    """Final latents by column, a row for each prompt; every column starts from the same noise."""
-    device, dtype = pick_device(), DTYPES[config.precision.mode]
-    records = Records(store, max_bytes=0)
-    columns: dict[str, list[torch.Tensor]] = {"base": [], **{name: [] for name in request.adapters}}
-    total, done = len(columns) * len(request.prompts), 0
-    with freed(family.load_denoiser(base, dtype=dtype, device=device)) as denoiser:
-        for column, drawn in columns.items():
-            if column in request.adapters:
-                _load(denoiser, request.adapters[column], prefix=family.FACTS.denoiser)
-            for row, caption in enumerate(request.captions):
-                drawn.append(
-                    _draw(
-                        config,
-                        family,
-                        base,
-                        denoiser,
-                        row=row,
-                        records=records,
-                        caption=caption,
-                        unconditional=request.unconditional,
-                    )
-                )
-                done += 1
-                events.progress(done, total, unit="samples")
+    sampler: Sampler, *, adapters: Mapping[str, Path], events: Events
+) -> dict[str, Column]:
+    """Final latents by column."""
+    dtype = DTYPES[sampler.config.precision.mode]
+    denoiser = sampler.family.load_denoiser(sampler.base, dtype=dtype, device=pick_device())
+    columns: dict[str, Column] = {"base": [], **{name: [] for name in adapters}}
+    total, done = len(columns) * len(sampler.request.prompts), 0
+    for name, drawn in columns.items():
+        if name in adapters:
+            _load(denoiser, adapters[name], prefix=sampler.family.FACTS.denoiser)
+        for latents in sampler.column(denoiser):
+            drawn.append(latents)
+            done += 1
+            events.progress(done, total, unit="samples")
     return columns
-
-
-def _draw(
-    config: Config,
-    family: Family,
-    base: Base,
-    denoiser: Any,
-    *,
-    row: int,
-    records: Records,
-    caption: str,
-    unconditional: str,
-) -> torch.Tensor:
-    device = pick_device()
-    side = config.buckets.resolution
-    autoencoder = base.component(family.FACTS.autoencoder).config
-    shape = (1, *family.latent_shape(autoencoder, height=side, width=side))
-    noise = normal(shape, seed=config.sample.seed, stream="noise", counter=row, sample_id="sample")
-    sigmas = family.sampling_sigmas(
-        config.sample.steps, latent_size=shape[2:], scheduler=base.component("scheduler").config
-    )
-    embedded = family.embeds_guidance(base.component(family.FACTS.denoiser).config)
-    branch = None if embedded else family.conditioning([records("captions", unconditional)])
-    return euler(
-        family,
-        denoiser,
-        torch.from_numpy(noise).to(device),
-        conditioning=family.conditioning([records("captions", caption)]).to(device),
-        sigmas=sigmas.tolist(),
-        guidance=config.sample.guidance,
-        unconditional=branch.to(device) if branch else None,
-    )
 
 
 def _load(denoiser: Any, file: Path, *, prefix: str) -> None:
@@ -135,24 +161,3 @@ def _load(denoiser: Any, file: Path, *, prefix: str) -> None:
         use_safetensors=True,
         local_files_only=True,
     )
-
-
-def _decoded(
-    config: Config,
-    family: Family,
-    base: Base,
-    latents: Mapping[str, list[torch.Tensor]],
-    *,
-    constants: Mapping[str, Any],
-) -> dict[str, list[Image.Image]]:
-    dtype = DTYPES[config.latents.dtype]
-    with freed(family.load_autoencoder(base, dtype=dtype, device=pick_device())) as autoencoder:
-        return {
-            column: [
-                pictures.to_image(
-                    family.decode_latents(autoencoder, family.denormalise(z, constants))[0].numpy()
-                )
-                for z in drawn
-            ]
-            for column, drawn in latents.items()
-        }

@@ -1,7 +1,17 @@
 """The exceptions a caller may catch; each carries its exit code and all problems at once."""
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+
+# A password may hold any sign, so all up to the word's last "@" goes.
+_LOGIN = re.compile(r"""(?<=://)[^\s/'"][^\s'"]*@""")
+_QUERY = re.compile(r"""([?&][^=&\s]*(?:pass|pwd|token|secret|key)[^=&\s]*=)[^&\s'"]+""", re.I)
+
+
+def without_credentials(text: str) -> str:
+    """A text whose addresses show no login: what stands before "@", and secrets in a query."""
+    return _QUERY.sub(r"\1[hidden]", _LOGIN.sub("", text))
 
 
 @dataclass(frozen=True, order=True)
@@ -12,6 +22,11 @@ class Problem:
     why: str
     allowed: str = ""
     remedy: str = ""
+
+    def __post_init__(self):
+        # Reports are printed, logged and pasted into issues; a value in one may be an address.
+        for name in ("subject", "why", "allowed", "remedy"):
+            object.__setattr__(self, name, without_credentials(getattr(self, name)))
 
     def __str__(self) -> str:
         allowed = f"allowed: {self.allowed}" if self.allowed else ""

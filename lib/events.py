@@ -1,5 +1,6 @@
 """The one event schema and its writer; consoles, plots and trackers only render it (design 9)."""
 
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -9,7 +10,7 @@ from typing import Any, Literal
 from lib.files import append_line
 from lib.keys import canonical_json
 
-Kind = Literal["phase", "progress", "metric", "warning", "decision"]
+Kind = Literal["phase", "progress", "metric", "picture", "warning", "decision"]
 PROGRESS_SECONDS = 1.0
 
 
@@ -39,6 +40,7 @@ class Events:
     _path: Path | None = None
     _held: list[str] = field(default_factory=list)
     _last_progress: dict[str, float] = field(default_factory=dict)
+    _lock: threading.RLock = field(default_factory=threading.RLock)
 
     def attach(self, path: Path) -> None:
         """Write to `path` from now on, what was held until now first."""
@@ -48,10 +50,14 @@ class Events:
         self._held.clear()
 
     def emit(self, kind: Kind, **data: Any) -> None:
-        event = Event(kind=kind, stage=self.stage, data=data, time=round(time.time(), 3))
+        """Any thread may; one event is out before the next begins."""
+        with self._lock:
+            self._emit(Event(kind, self.stage, data, round(time.time(), 3)))
+
+    def _emit(self, event: Event) -> None:
         for sink in self.sinks:
             sink(event)
-        if kind == "progress" and not self._due(event):
+        if event.kind == "progress" and not self._due(event):
             return
         if self._path is None:
             self._held.append(event.line())
@@ -76,6 +82,10 @@ class Events:
 
     def metric(self, step: int, **values: float | int) -> None:
         self.emit("metric", step=step, **values)
+
+    def picture(self, step: int, file: str) -> None:
+        """A picture of the run as it was after `step`."""
+        self.emit("picture", step=step, file=file)
 
     def warning(self, text: str) -> None:
         self.emit("warning", text=text)

@@ -56,12 +56,8 @@ def create_bytes(path: Path, data: bytes) -> bool:
 
 def write_json(path: Path, value: Any) -> None:
     """Publish `value` as one line of JSON, names sorted, finite numbers only."""
-    write_bytes(path, _json_line(value))
-
-
-def create_json(path: Path, value: Any) -> bool:
-    """Publish `value` as JSON unless something is at `path`; False if so."""
-    return create_bytes(path, _json_line(value))
+    text = json.dumps(value, sort_keys=True, ensure_ascii=False, allow_nan=False)
+    write_bytes(path, f"{text}\n".encode())
 
 
 def append_line(path: Path, text: str) -> None:
@@ -202,11 +198,6 @@ def _made(path: Path) -> bool:
     except FileExistsError:
         return False
     return True
-
-
-def _json_line(value: Any) -> bytes:
-    text = json.dumps(value, sort_keys=True, ensure_ascii=False, allow_nan=False)
-    return f"{text}\n".encode()
 
 
 def _publish(path: Path, data: bytes, *, place: Callable[[Path, Path], None]) -> None:

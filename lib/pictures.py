@@ -14,6 +14,9 @@ from PIL import Image, ImageDraw, ImageFont
 from lib.files import write_bytes
 
 MARGIN, LINE, CAPTION_LINES = 8, 15, 3
+Curve = Sequence[tuple[int, float]]  # step, loss
+
+SMALLEST = 96  # pixels: a lower picture of a grid is enlarged
 FONT = ImageFont.load_default(11)
 INK, PAPER, FAINT = (20, 20, 20), (255, 255, 255), (110, 110, 110)
 
@@ -33,23 +36,43 @@ def to_image(pixels: Float32[np.ndarray, "3 height width"]) -> Image.Image:
 
 
 def grid(
-    rows: Sequence[Sequence[Image.Image]], *, columns: Sequence[str], captions: Sequence[str]
+    rows: Sequence[Sequence[Image.Image | None]],
+    *,
+    columns: Sequence[str],
+    captions: Sequence[str],
 ) -> Image.Image:
-    """Pictures of one size in a table: column titles on top, a caption under each row."""
-    width, height = rows[0][0].size
+    """Pictures of one height in a table: column titles on top, a caption under each row.
+
+    Small pictures are enlarged by whole numbers; None leaves a cell empty.
+    """
+    rows = [[_enlarged(image) for image in row] for row in rows]
+    height = max(image.height for row in rows for image in row if image)
+    widths = [
+        max(image.width if image else 0 for image in column) for column in zip(*rows, strict=True)
+    ]
+    lefts = [MARGIN + sum(widths[:place]) + MARGIN * place for place in range(len(widths))]
     down = height + LINE + 2 * MARGIN
     sheet = Image.new(
-        "RGB", (MARGIN + (width + MARGIN) * len(columns), LINE + MARGIN + down * len(rows)), PAPER
+        "RGB", (lefts[-1] + widths[-1] + MARGIN, LINE + MARGIN + down * len(rows)), PAPER
     )
     draw = ImageDraw.Draw(sheet)
-    for column, title in enumerate(columns):
-        _write(draw, (MARGIN + (width + MARGIN) * column, 2), title, width=width, ink=FAINT)
+    for left, width, title in zip(lefts, widths, columns, strict=True):
+        _write(draw, (left, 2), title, width=width, ink=FAINT)
     for row, (images, caption) in enumerate(zip(rows, captions, strict=True)):
         top = LINE + MARGIN + down * row
-        for column, image in enumerate(images):
-            sheet.paste(image, (MARGIN + (width + MARGIN) * column, top))
+        for left, image in zip(lefts, images, strict=True):
+            if image:
+                sheet.paste(image, (left, top))
         _write(draw, (MARGIN, top + height + 2), caption, width=sheet.width - 2 * MARGIN)
     return sheet
+
+
+def _enlarged(image: Image.Image | None) -> Image.Image | None:
+    """At least SMALLEST high, each pixel a square of pixels."""
+    if image is None or image.height >= SMALLEST:
+        return image
+    factor = -(-SMALLEST // image.height)
+    return image.resize((image.width * factor, image.height * factor), Image.Resampling.NEAREST)
 
 
 def contact_sheet(
@@ -75,8 +98,12 @@ def contact_sheet(
     return sheet
 
 
-def loss_plot(curves: Mapping[str, Sequence[tuple[int, float]]], *, title: str) -> Any:
-    """Loss over steps, one line a curve, faint points and their running mean; a figure."""
+def loss_plot(
+    curves: Mapping[str, Curve], *, title: str, looks: Mapping[str, Curve] | None = None
+) -> Any:
+    """Loss over steps, a figure: of each curve the running mean over faint points, of each of
+    `looks` (a few values without noise) the points joined.
+    """
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
@@ -86,8 +113,10 @@ def loss_plot(curves: Mapping[str, Sequence[tuple[int, float]]], *, title: str) 
         steps, losses = [step for step, _ in points], [loss for _, loss in points]
         (line,) = axes.plot(steps, running_mean(losses), label=name)
         axes.plot(steps, losses, ".", markersize=4, alpha=0.3, color=line.get_color())
+    for name, points in (looks or {}).items():
+        axes.plot(*zip(*points, strict=True), "o--", markersize=4, label=name)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    if len(curves) > 1:
+    if len(curves) + len(looks or {}) > 1:
         figure.legend(loc="outside lower center", fontsize="small")
     return figure
 

@@ -22,6 +22,7 @@ Stream = Literal[
     "caption_dropout",
     "adapter_init",
     "adapter_dropout",
+    "validation",
 ]
 STREAMS: tuple[str, ...] = get_args(Stream)
 

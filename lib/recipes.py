@@ -13,9 +13,11 @@ EXPORT_VERSION = 1
 SAMPLE_VERSION = 1
 
 
-def manifest_key(samples: Sequence[Mapping[str, Any]]) -> Key:
-    """The data set: names, image keys, upright sizes, captions, repeats; the decode recipe."""
-    return make_key("manifest", samples=samples, decode=RECIPE, split=None)
+def manifest_key(
+    samples: Sequence[Mapping[str, Any]], *, split: Mapping[str, Any] | None = None
+) -> Key:
+    """The data set: names, image keys, upright sizes, captions, repeats; decode recipe, split."""
+    return make_key("manifest", samples=samples, decode=RECIPE, split=split)
 
 
 def captions_key(texts: Sequence[str]) -> Key:

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 from lib.errors import Problem
 from lib.files import user_path
@@ -85,12 +86,17 @@ RULES: tuple[Rule, ...] = (
     Rule("trainer.ema_decay", lambda v: 0 <= v < 1, "0 (no average) to below 1"),
     _number("trainer.save_every", 1, 100_000),
     Rule("trainer.caption_dropout", lambda v: 0 <= v < 1, "0 to below 1"),
+    Rule("validation.fraction", lambda v: 0 <= v < 1, "0 (none) to below 1"),
+    _number("validation.every", 1, 100_000),
+    _number("validation.num_draws", 1, 1000),
     _choice("export.format", "diffusers"),
     _choice("export.dtype", *DTYPES),
     Rule("sample.prompts", lambda v: len(v) <= 64, "at most 64 prompts"),
     _number("sample.seed", 0, 2**63 - 1),
+    _number("sample.num_seeds", 1, 16),
     _number("sample.steps", 1, 1000),
     _number("sample.guidance", 0, 100),
+    _number("sample.every", 0, 100_000, "0 draws none while training"),
     _choice("tracker.name", "mlflow", "none"),
     _choice("upstream", "ensure", "require"),
     _number("seed", 0, 2**63 - 1),
@@ -212,6 +218,14 @@ def _no_effect(config: Config) -> Iterator[Problem]:
                 "the first variant is the plain centre crop",
                 "use latents.variants=2 or more",
             )
+    for name in ("every", "num_draws"):
+        value = getattr(config.validation, name)
+        if not config.validation.fraction and value != getattr(default.validation, name):
+            yield _ignored(
+                f"validation.{name}={value}",
+                "validation.fraction=0.0 holds no picture out",
+                "use validation.fraction=0.1",
+            )
     if config.family.revision is not None and _is_local(config.family.base):
         yield _ignored(
             f"family.revision={config.family.revision}",
@@ -229,11 +243,20 @@ def _tracker_rules(config: Config) -> Iterator[Problem]:
             yield _ignored(f"tracker.{name}={value}", why, f"drop tracker.{name}")
     if tracker.name != "mlflow":
         return
-    if (tracker.uri or "").partition("://")[0] not in STORES:
+    if not _is_store(tracker.uri or ""):
         allowed = ", ".join(f"{scheme}://..." for scheme in STORES)
         yield Problem(f"tracker.uri={tracker.uri}", "no tracking store", allowed)
     if not (tracker.experiment or "").strip():
         yield Problem(f"tracker.experiment={tracker.experiment}", "has no name", "a name")
+
+
+def _is_store(uri: str) -> bool:
+    """Whether it is an address of a kind we know; a "/" in a password would end the host."""
+    try:
+        urlsplit(uri).port  # noqa: B018
+    except ValueError:
+        return False
+    return uri.partition("://")[0] in STORES
 
 
 def _ignored(subject: str, why: str, remedy: str) -> Problem:

@@ -5,7 +5,7 @@ import platform
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
@@ -14,7 +14,7 @@ import yaml
 from filelock import FileLock
 
 from lib import files
-from lib.errors import Problem, StateRefused
+from lib.errors import Problem, StateRefused, without_credentials
 from lib.events import Events
 from lib.keys import file_digest
 from lib.leases import Owner, is_alive, this_process
@@ -133,7 +133,7 @@ def describe(claim: Claim, config: Config, *, keys: Mapping[str, str], events: E
     events.attach(claim.folder / "events.jsonl")
     if (claim.folder / "run.json").exists():
         return
-    text = yaml.safe_dump(to_plain(config), sort_keys=False, allow_unicode=True)
+    text = yaml.safe_dump(to_plain(_public(config)), sort_keys=False, allow_unicode=True)
     files.write_bytes(claim.folder / "config.yaml", text.encode("utf-8"))
     files.write_json(
         claim.folder / "run.json",
@@ -141,13 +141,19 @@ def describe(claim: Claim, config: Config, *, keys: Mapping[str, str], events: E
     )
 
 
-def recorded_losses(folder: Path) -> list[tuple[int, float]]:
-    """(step, loss) of a run's events; a step that was run twice counts as it ran last."""
+def _public(config: Config) -> Config:
+    """The configuration as it may lie in a folder that is copied and shared."""
+    uri = config.tracker.uri and without_credentials(config.tracker.uri)
+    return replace(config, tracker=replace(config.tracker, uri=uri))
+
+
+def recorded_metric(folder: Path, name: str) -> list[tuple[int, float]]:
+    """(step, value) in a run's events; a step that was run twice counts as it ran last."""
     found: dict[int, float] = {}
     for line in (folder / "events.jsonl").read_text(encoding="utf-8").splitlines():
         event = json.loads(line)
-        if event["kind"] == "metric" and "loss" in event:
-            found[event["step"]] = event["loss"]
+        if event["kind"] == "metric" and name in event:
+            found[event["step"]] = event[name]
     return sorted(found.items())
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -21,11 +21,12 @@ def euler(
     sigmas: Sequence[float],
     guidance: float,
     unconditional: Conditioning | None = None,
+    each_step: Callable[[], None] = lambda: None,
 ) -> shapes.Latents:
     """Euler's method along the flow, from sigma `sigmas[0]` to 0, in float32; returns latents.
 
     With an unconditional branch the velocity is u + s (c - u) (arXiv:2207.12598); without one the
-    denoiser has the guidance embedded.
+    denoiser has the guidance embedded. `each_step` may raise, to stop between two steps.
     """
     import torch
 
@@ -33,6 +34,7 @@ def euler(
     latents = noise
     with torch.no_grad():
         for level, following in pairwise(levels):
+            each_step()
             sigma = level.expand(latents.shape[0])
             velocity = family.predict(
                 denoiser, latents, sigma, conditioning=conditioning, guidance=guidance

@@ -120,6 +120,13 @@ class TrainerConfig:
 
 
 @dataclass(frozen=True)
+class ValidationConfig:
+    fraction: float = 0.0
+    every: int = 100
+    num_draws: int = 8
+
+
+@dataclass(frozen=True)
 class ExportConfig:
     format: str = "diffusers"
     dtype: str = "fp32"
@@ -130,8 +137,10 @@ class SampleConfig:
     prompts: list[str] = field(default_factory=list)
     negative_prompt: str | None = None
     seed: int = 0
+    num_seeds: int = 1
     steps: int = 28
     guidance: float = 3.5
+    every: int = 0
 
 
 @dataclass(frozen=True)
@@ -169,6 +178,7 @@ class Config:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     lr_schedule: LrScheduleConfig = field(default_factory=LrScheduleConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
     sample: SampleConfig = field(default_factory=SampleConfig)
     tracker: TrackerConfig = field(default_factory=TrackerConfig)

@@ -2,29 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from PIL import Image
 
-from lib.images import Geometry, decode, render
+from lib.images import Geometry, decode, render, variants
 from lib.pictures import Captioned, contact_sheet, to_image
 
 MOST_A_BUCKET = 24
+HELD_OUT = "held out"
 
 
 def data_sheet(prepared: Mapping[str, Any], root: Path) -> Image.Image:
     """The first pictures of each bucket of a prepared data set, cut as they are trained."""
     cuts = {image["image_key"]: image for image in prepared["images"]}
     buckets: dict[str, list[Captioned]] = {}
-    for sample in prepared["samples"]:
+    trained = [(sample, None) for sample in prepared["samples"]]
+    for sample, title in (*trained, *((sample, HELD_OUT) for sample in prepared["held_out"])):
         image = cuts[sample["image_key"]]
-        shown = buckets.setdefault("x".join(map(str, image["bucket"])), [])
+        bucket = "x".join(map(str, image["bucket"]))
+        shown = buckets.setdefault(title or bucket, [])
         if len(shown) < MOST_A_BUCKET:
             pixels = render(
                 decode((root / sample["name"]).read_bytes()), Geometry(**image["variants"][0])
             )
             shown.append(Captioned(to_image(pixels), sample["caption"]))
-    titles = {name: f"{name}: {count} pictures" for name, count in prepared["buckets"].items()}
+    counts = {**prepared["buckets"], HELD_OUT: len(prepared["held_out"])}
+    titles = {name: f"{name}: {count} pictures" for name, count in counts.items()}
     return contact_sheet({titles[name]: buckets[name] for name in sorted(buckets)})
+
+
+def square_pictures(
+    prepared: Mapping[str, Any], image_keys: Sequence[str | None], *, root: Path, side: int
+) -> list[Image.Image | None]:
+    """Pictures of a prepared data set by their keys, cropped to a square; None stays None."""
+    samples = {s["image_key"]: s for s in (*prepared["samples"], *prepared["held_out"])}
+    return [_square(samples[key], root, side) if key else None for key in image_keys]
+
+
+def _square(sample: Mapping[str, Any], root: Path, side: int) -> Image.Image:
+    size = (sample["height"], sample["width"])
+    (cut,) = variants(
+        size,
+        bucket=(side, side),
+        count=1,
+        crop_seed=0,
+        image_key=sample["image_key"],
+        random_flip=False,
+    )
+    return to_image(render(decode((root / sample["name"]).read_bytes()), cut))

@@ -2,9 +2,11 @@
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
-from lib.errors import DarkroomError, InputRefused
+from lib.errors import DarkroomError, InputRefused, Problem
+from lib.events import Events
 from lib.schema import Config
 from stages.summary import Summary
 
@@ -28,6 +30,8 @@ def main(job: Job, *, arguments: Sequence[str] | None = None, opens_base: bool =
     `opens_base` False is for jobs that touch neither the base nor the data set.
     """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
+    if os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
+        sys.exit(_refused_ranks())
     sys.exit(guarded(lambda: _main(_checking(job) if opens_base else job, arguments)))
 
 
@@ -49,6 +53,20 @@ def guarded(action: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         print("interrupted; the same command resumes from the last checkpoint", file=sys.stderr)
         return INTERRUPTED
+
+
+def _refused_ranks() -> int:
+    """Several processes would train the same run side by side; one of them says so for all."""
+    if os.environ.get("RANK", "0") != "0":
+        return InputRefused.exit_code
+    subject = f"WORLD_SIZE={os.environ['WORLD_SIZE']}"
+    remedy = "start with `python -m`, or `torchrun --nproc-per-node 1`"
+    problem = Problem(subject, "one run on several processes is not built yet", "1", remedy)
+
+    def refuse() -> int:
+        raise InputRefused(problem)
+
+    return guarded(refuse)
 
 
 def _main(job: Job, arguments: Sequence[str]) -> int:
@@ -84,11 +102,18 @@ def _checking(job: Job) -> Job:
 
 def run_stage(stage: str, config: Config, summary: Summary) -> int:
     """Ensure one stage and everything upstream, showing progress, and sum up at the end."""
-    from lib.events import Events
     from lib.pipeline import graph
+
+    with showing(summary) as events:
+        graph.ensure(stage, config, events)
+    print("\n".join(summary.lines()))
+    return 0
+
+
+@contextmanager
+def showing(summary: Summary) -> Iterator[Events]:
+    """Events that the console shows and the summary keeps."""
     from stages.console import console
 
     with console() as sink:
-        graph.ensure(stage, config, Events(sinks=(sink, summary)))
-    print("\n".join(summary.lines()))
-    return 0
+        yield Events(sinks=(sink, summary))

@@ -3,23 +3,23 @@
 import dataclasses
 import difflib
 import typing
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.config_store import ConfigStore
-from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf, flag_override
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException, OverrideParseException
+from omegaconf import AnyNode, BooleanNode, DictConfig, OmegaConf, flag_override
 from omegaconf.errors import OmegaConfBaseException
 from yaml import MarkedYAMLError
 
 from lib.config import Reading, read
-from lib.errors import InputRefused, Problem
-from lib.files import user_path
-from lib.schema import Config
+from lib.errors import InputRefused, Problem, without_credentials
+from lib.schema import Config, settings_of
+from stages.overrides import combinations, foreign, quoted, split_texts
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 CONF = CHECKOUT / "conf"
@@ -29,8 +29,13 @@ HELP = """\
 python -m stages.<stage> [group=option ...] [setting=value ...]
 
 Runs the stage and all that is missing upstream. `+experiment=<name>` takes a whole recipe,
-`--cfg job` shows the composed configuration, `-m setting=a,b` runs once for each value."""
+`--cfg job` shows the composed configuration, `-m setting=a,b` runs once for each value.
+
+A text that holds one of , = # ~ ( ) [ ] { } or a letter beyond ASCII needs quotes of its own inside
+the shell's: 'dataset.instance_prompt="a cat, red"'"""
 REFUSALS = (HydraException, OmegaConfBaseException)
+# Here and not in `register`: a launcher's process resolves paths before it calls us.
+OmegaConf.register_new_resolver("checkout", lambda path: str(CHECKOUT / path), replace=True)
 
 
 def compose(overrides: Sequence[str]) -> Config:
@@ -39,23 +44,29 @@ def compose(overrides: Sequence[str]) -> Config:
         reading = _read(overrides, typed=True)
     except REFUSALS:
         reading = _collect(overrides)
-    if reading.problems:
+    problems = [*reading.problems, *_lone_launchers(overrides)]
+    if problems:
         from lib.pipeline import graph
 
         refused = {problem.subject.split("=")[0] for problem in reading.problems}
         # Already refused: look at what lies on this machine, but wait for no network.
         found = graph.problems(reading.config, online=False)
         more = [problem for problem in found if problem.subject.split("=")[0] not in refused]
-        raise InputRefused([*reading.problems, *more])
+        raise InputRefused([*problems, *more])
     return reading.config
+
+
+def _lone_launchers(overrides: Sequence[str]) -> list[Problem]:
+    named = [override for override in overrides if override.startswith("hydra/launcher=")]
+    return [Problem(o, "would have no effect on one run", remedy="add -m") for o in named]
 
 
 def help_text() -> str:
     """How to write a command, the options of each group, and every setting with its default."""
-    groups = {folder.name: folder for folder in sorted(CONF.iterdir()) if folder.is_dir()}
+    groups = sorted({file.parent for file in CONF.glob("*/**/*.yaml")})
     options = [
-        f"  {name}: {', '.join(sorted(file.stem for file in folder.glob('*.yaml')))}"
-        for name, folder in groups.items()
+        f"  {folder.relative_to(CONF)}: {', '.join(sorted(f.stem for f in folder.glob('*.yaml')))}"
+        for folder in groups
     ]
     return "\n".join([HELP, "", "Groups (group=option):", *options, "", "Settings:", shown([])])
 
@@ -66,55 +77,60 @@ def shown(overrides: Sequence[str]) -> str:
         raw = _raw(overrides, typed=True)
     except REFUSALS:
         raw = None
-    if raw is None or read(_plain(raw)).problems:
+    if raw is None or reading_of(raw).problems:
         compose(overrides)  # refuses, and says why
         raise AssertionError("a refusal that compose does not make")
-    return OmegaConf.to_yaml(raw).rstrip()
+    return without_credentials(OmegaConf.to_yaml(raw).rstrip())
 
 
-@dataclass(frozen=True)
-class Combination:
-    """One combination of a sweep: its overrides, what was read, the sweep's own folder."""
+def check_sweep(overrides: Sequence[str]) -> None:
+    """Refuse what no combination could run with, before Hydra makes the sweep's folder."""
+    parsed, problems = [], []
+    for override in overrides:
+        try:
+            parsed += OverridesParser.create().parse_overrides([override])
+        except OverrideParseException as error:
+            problems.append(_problem(override, error))
+    problems += split_texts(parsed)
+    for combination in combinations(parsed):
+        problems += _refusals(combination)
+    if problems:
+        raise InputRefused(problems)
 
-    overrides: tuple[str, ...]
-    reading: Reading
-    folder: Path
 
-
-HydraJob = Callable[[Combination], None]
-
-
-def with_hydra(job: HydraJob, arguments: Sequence[str]) -> None:
-    """Hydra's own flags, --multirun among them: the job runs once for each combination.
-
-    What it raises would end the whole command.
-    """
-    import sys
-
-    import hydra
-    from hydra.core.hydra_config import HydraConfig
-
-    _register(typed=True)
-
-    def task(raw: DictConfig) -> None:
-        ours = HydraConfig.get()
-        folder = user_path(ours.sweep.dir)
-        job(Combination(tuple(ours.overrides.task), read(_plain(raw)), folder))
-
-    sys.argv[1:] = list(arguments)
-    hydra.main(version_base="1.3", config_path=str(CONF), config_name=NAME)(task)()
+def _refusals(overrides: Sequence[str]) -> tuple[Problem, ...]:
+    """Why a combination cannot be composed; a value out of range is its own run's matter."""
+    try:
+        if not foreign(_unresolved(_raw(overrides, typed=True))):
+            return ()
+    except REFUSALS:
+        pass
+    try:
+        compose(overrides)
+    except InputRefused as refused:
+        return refused.problems
+    return ()
 
 
 def _read(overrides: Sequence[str], *, typed: bool) -> Reading:
-    raw = _raw(overrides, typed=typed)
+    return reading_of(_raw(overrides, typed=typed))
+
+
+def reading_of(raw: DictConfig) -> Reading:
+    """What a composition says; of a value from elsewhere only the refusal, never the value."""
+    elsewhere, defaults = foreign(_unresolved(raw)), dict(settings_of(Config()))
+    with flag_override(raw, ["readonly", "struct"], [False, False]):
+        for setting in elsewhere:
+            OmegaConf.update(raw, setting, defaults.get(setting))
     reading = read(_plain(raw))
-    refused = {_setting(problem) for problem in reading.problems}
-    own = tuple(p for p in reading.problems if not _follows(raw, _setting(p), refused))
-    return Reading(reading.config, own)
+    problems = [p for p in reading.problems if _setting(p) not in elsewhere]
+    refused = {_setting(problem) for problem in problems} | elsewhere.keys()
+    own = [p for p in problems if not _follows(raw, _setting(p), refused)]
+    return Reading(reading.config, (*elsewhere.values(), *own))
 
 
 def _raw(overrides: Sequence[str], *, typed: bool) -> DictConfig:
-    _register(typed=typed)
+    register(typed=typed)
     with initialize_config_dir(str(CONF), version_base="1.3"):
         return _composed(overrides)
 
@@ -181,11 +197,13 @@ def _problem(override: str, error: Exception) -> Problem:
     if "not in struct" in why or "Could not override" in why:
         return Problem(override, "unknown setting", remedy=_nearest(override))
     if "Ambiguous value" in why:
-        return Problem(override, "several values", remedy="add -m for one run with each")
+        remedy = f"add -m for one run with each, or for one text type {quoted(override)}"
+        return Problem(override, "several values", remedy=remedy)
     if "Config group override must be" in why:
         return Problem(override, "not the name of an option", remedy="see --help for the names")
-    if "parsing override" in why or "viable alternative" in why or "input" in why:
-        return Problem(override, "cannot be read", "name=value; quote values with special signs")
+    if isinstance(error, OverrideParseException):
+        remedy = f"for a text with special signs type {quoted(override)}" if "=" in override else ""
+        return Problem(override, "cannot be read", "name=value", remedy)
     return Problem(override, why)
 
 
@@ -207,14 +225,13 @@ def _names(schema: Any, prefix: str = "") -> Iterator[str]:
             yield prefix + name
 
 
-def _register(*, typed: bool) -> None:
+def register(*, typed: bool) -> None:
     """The schema that the primary config lists first; read-only flags would refuse overrides."""
     node: Any = {}
     if typed:
         node = OmegaConf.structured(Config)
         _writable(node)
     ConfigStore.instance().store(name="schema", node=node)
-    OmegaConf.register_new_resolver("checkout", lambda path: str(CHECKOUT / path), replace=True)
 
 
 def _writable(node: DictConfig) -> None:
@@ -223,6 +240,14 @@ def _writable(node: DictConfig) -> None:
         child = node._get_node(name)
         if isinstance(child, DictConfig):
             _writable(child)
+        elif isinstance(child, BooleanNode):
+            # OmegaConf takes any number but 0 for true; `lib.config` takes true and false.
+            node.__dict__["_content"][name] = AnyNode(child._value(), key=name, parent=node)
+
+
+def _unresolved(raw: DictConfig) -> dict[str, Any]:
+    values: Any = OmegaConf.to_container(raw, resolve=False)
+    return values
 
 
 def _plain(raw: DictConfig) -> dict[str, Any]:

@@ -31,11 +31,17 @@ def phase_line(event: Event) -> str:
 
 
 def other_line(event: Event) -> str | None:
-    """A warning or decision as a line; metrics and progress are drawn otherwise."""
+    """A warning, decision, picture or held-out loss as a line; what else there is, otherwise."""
     if event.kind == "warning":
         return f"warning: {event.data['text']}"
     if event.kind == "decision":
         return f"{event.data['name']} = {event.data['value']} ({event.data['reason']})"
+    if event.kind == "picture":
+        return f"step {event.data['step']}: drawn in {event.data['file']}"
+    if event.kind == "metric" and "held_out_loss" in event.data:
+        losses = ("held_out_loss", "held_out_loss_ema")
+        shown = ", ".join(f"{event.data[n]:.4f} {n}" for n in losses if n in event.data)
+        return f"step {event.data['step']}: {shown}"
     return None
 
 
@@ -95,7 +101,7 @@ class _Bars:
         self._note = ""
 
     def __call__(self, event: Event) -> None:
-        if event.kind == "metric":
+        if event.kind == "metric" and "loss" in event.data:
             self._note = f"loss {event.data['loss']:.4f}"
         elif event.kind == "progress":
             self._advance(event)

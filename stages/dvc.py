@@ -3,7 +3,7 @@
 import sys
 
 from lib.schema import Config
-from stages import main
+from stages import main, showing
 from stages.summary import Summary
 
 RECIPE = "+experiment=ci"
@@ -21,13 +21,10 @@ def compose(config: Config, _summary: Summary) -> int:
 
 def make(stage: str, config: Config, summary: Summary) -> int:
     """Ensure one stage, showing progress, and leave its pointer."""
-    from lib.events import Events
     from lib.pipeline import graph, pointers
-    from stages.console import console
 
     pointers.check_settings(stage, config)
-    with console() as sink:
-        events = Events(sinks=(sink, summary))
+    with showing(summary) as events:
         pointers.publish(graph.ensure(stage, config, events), config, events)
     return 0
 

@@ -15,6 +15,7 @@ class Summary:
     status: dict[str, str] = field(default_factory=dict)
     places: dict[str, str] = field(default_factory=dict)
     decisions: dict[str, str] = field(default_factory=dict)
+    held_out: dict[str, str] = field(default_factory=dict)
     losses: list[tuple[int, float]] = field(default_factory=list)
     warnings: int = 0
 
@@ -24,9 +25,11 @@ class Summary:
             for name in PLACES:
                 if name in event.data:
                     self.places[event.stage] = event.data[name]
+            held_out = {n: v for n, v in event.data.items() if n.startswith("held_out_loss")}
+            self.held_out |= held_out
         elif event.kind == "decision":
             self.decisions[event.data["name"]] = str(event.data["value"])
-        elif event.kind == "metric":
+        elif event.kind == "metric" and "loss" in event.data:
             self.losses.append((event.data["step"], event.data["loss"]))
         elif event.kind == "warning":
             self.warnings += 1
@@ -39,6 +42,8 @@ class Summary:
                 yield f"{title:<10}{', '.join(stages)}"
         for stage, place in self.places.items():
             yield f"{stage:<10}{place}"
+        for name, change in self.held_out.items():
+            yield f"{name:<18}{change}"
         if self.decisions:
             taken = "; ".join(f"{name} {value}" for name, value in self.decisions.items())
             yield f"{'decided':<10}{taken}"

@@ -16,6 +16,25 @@ from jaxtyping import install_import_hook
 install_import_hook("lib", "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))")
 
 
+HUB_COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture
+def hub_cache(tmp_path, monkeypatch):
+    """Puts a base into a Hub cache as someone/flux at HUB_COMMIT, without a network; its snapshot."""
+    from huggingface_hub import constants
+
+    def put(base):
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+        repo = tmp_path / "hub" / "models--someone--flux"
+        (repo / "refs").mkdir(parents=True)
+        (repo / "refs" / "main").write_text(HUB_COMMIT)
+        return shutil.copytree(base, repo / "snapshots" / HUB_COMMIT)
+
+    return put
+
+
 @pytest.fixture(scope="session")
 def empty_mlflow_store(tmp_path_factory):
     """A SQLite file with MLflow's tables, which take it seconds to make."""

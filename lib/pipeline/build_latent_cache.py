@@ -26,7 +26,8 @@ from lib.recipes import cache_key, latent_key
 from lib.schema import Config
 from lib.store import Manifest, Store
 
-STAGE, KIND, TRAIN = "build_latent_cache", "latents", "train"
+STAGE, KIND = "build_latent_cache", "latents"
+TRAIN, HELD_OUT = "train", "held_out"
 ITEM_BYTES = 4  # posteriors are stored in float32 whatever the autoencoder computes in
 
 
@@ -48,7 +49,11 @@ def plan(config: Config, inputs: Inputs, store: Store) -> StagePlan:
     if not inputs.base.built:
         return StagePlan(STAGE, None, False, len(works), len(works), sum(sizes), settings)
     keys = _keys(config, inputs, works)
-    by_role = {TRAIN: [key.digest for key in keys.values()]}
+    held_out = _held_out(inputs)
+    by_role = {
+        TRAIN: [key.digest for work, key in keys.items() if work.image_key not in held_out],
+        HELD_OUT: [key.digest for work, key in keys.items() if work.image_key in held_out],
+    }
     variants: dict[str, list[str]] = {}
     for work, key in keys.items():
         variants.setdefault(work.image_key, []).append(key.digest)
@@ -79,39 +84,42 @@ def key_settings(config: Config) -> dict[str, Any]:
 def _build(
     planned: StagePlan, config: Config, inputs: Inputs, store: Store, events: Events
 ) -> Manifest:
+    from lib.device import release
+
     events.phase(STAGE, "start", total=planned.total, missing=planned.missing)
     keys = _keys(config, inputs, _works(inputs))
     todo = {w: k for w, k in keys.items() if not store.size_bytes(KIND, k.digest)}
     if todo:
         _check_disk(planned.missing_bytes, store)
         _encode(todo, config, inputs, store, events)
+        release()  # now that no name holds the model
     return publish(store, planned.known(), events, made=len(todo))
 
 
 def _encode(
     todo: Mapping[Work, Key], config: Config, inputs: Inputs, store: Store, events: Events
 ) -> None:
-    from lib.device import freed, pick_device
+    from lib.device import pick_device
     from lib.encoding import Picture, paths_of, picture_records, put_record
     from lib.records import DTYPES
 
-    samples = inputs.upstream["prepare_dataset"].payload["samples"]
+    prepared = inputs.upstream["prepare_dataset"].payload
+    samples = [*prepared["samples"], *prepared["held_out"]]
     paths = paths_of(samples, user_path(config.dataset.root))
     pictures = {
         Picture(w.image_key, w.geometry, paths[w.image_key]): key for w, key in todo.items()
     }
     dtype, failed = DTYPES[config.latents.dtype], []
-    loaded = inputs.family.load_autoencoder(inputs.base, dtype=dtype, device=pick_device())
-    with freed(loaded) as autoencoder:
-        records = picture_records(
-            inputs.family, autoencoder, list(pictures), batch_size=config.encode.batch_size
-        )
-        for done, (picture, record) in enumerate(records, start=1):
-            if not isinstance(record, Problem):
-                key, subject = pictures[picture], str(picture.path)
-                record = put_record(store, KIND, key, record, subject=subject)
-            failed.append(record)
-            events.progress(done, len(todo), unit="latents")
+    autoencoder = inputs.family.load_autoencoder(inputs.base, dtype=dtype, device=pick_device())
+    records = picture_records(
+        inputs.family, autoencoder, list(pictures), batch_size=config.encode.batch_size
+    )
+    for done, (picture, record) in enumerate(records, start=1):
+        if not isinstance(record, Problem):
+            key, subject = pictures[picture], str(picture.path)
+            record = put_record(store, KIND, key, record, subject=subject)
+        failed.append(record)
+        events.progress(done, len(todo), unit="latents")
     if problems := [problem for problem in failed if problem]:
         raise SamplesFailed(problems)
 
@@ -127,8 +135,18 @@ def _check_disk(missing_bytes: int, store: Store) -> None:
 
 
 def _works(inputs: Inputs) -> list[Work]:
-    images = inputs.upstream["prepare_dataset"].payload["images"]
-    return [Work(i["image_key"], Geometry(**cut)) for i in images for cut in i["variants"]]
+    """Every variant of what trains, the plain one of what is held out."""
+    held_out = _held_out(inputs)
+    return [
+        Work(image["image_key"], Geometry(**cut))
+        for image in inputs.upstream["prepare_dataset"].payload["images"]
+        for cut in image["variants"][: 1 if image["image_key"] in held_out else None]
+    ]
+
+
+def _held_out(inputs: Inputs) -> set[str]:
+    prepared = inputs.upstream["prepare_dataset"].payload
+    return {sample["image_key"] for sample in prepared["held_out"]}
 
 
 def _keys(config: Config, inputs: Inputs, works: list[Work]) -> dict[Work, Key]:

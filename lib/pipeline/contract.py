@@ -1,6 +1,6 @@
 """What stages hand to each other: their inputs, and the plan with which every `run` begins."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -54,10 +54,12 @@ def chosen(config: Config, *names: str) -> dict[str, Any]:
     return {name: value_of(config, name) for name in names}
 
 
-def prompts_of(config: Config, captions: Sequence[str]) -> list[str]:
-    """`sample.prompts`, else a few captions spread over the data set's."""
+def prompts_of(config: Config, prepared: Mapping[str, Any]) -> list[str]:
+    """`sample.prompts`, else a few captions: of held-out pictures, or spread over the data set."""
     if config.sample.prompts:
         return list(dict.fromkeys(config.sample.prompts))
+    held_out = [sample["caption"] for sample in prepared["held_out"]]
+    captions = list(dict.fromkeys(held_out)) or prepared["captions"]
     count = min(NUM_PROMPTS, len(captions))
     return [captions[place * len(captions) // count] for place in range(count)]
 

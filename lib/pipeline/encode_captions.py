@@ -24,7 +24,7 @@ from lib.schema import TINY, Config
 from lib.store import Manifest, Store
 
 STAGE, KIND = "encode_captions", "captions"
-TRAIN, UNCONDITIONAL, SAMPLE = "train", "unconditional", "sample"
+TRAIN, HELD_OUT, UNCONDITIONAL, SAMPLE = "train", "held_out", "unconditional", "sample"
 ITEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
@@ -37,7 +37,8 @@ def plan(config: Config, inputs: Inputs, store: Store) -> StagePlan:
         return StagePlan(STAGE, None, False, count, count, count * num_bytes, settings)
     keys = _keys(config, inputs)
     by_role = {
-        TRAIN: [keys[text].digest for text in _captions(inputs)],
+        TRAIN: [keys[text].digest for text in _prepared(inputs)["captions"]],
+        HELD_OUT: [keys[text].digest for text in _held_out(inputs)],
         SAMPLE: [keys[text].digest for text in _prompts(config, inputs)],
         UNCONDITIONAL: [keys[None].digest],
     }
@@ -73,59 +74,66 @@ def _settings(config: Config) -> dict[str, Any]:
 def _build(
     planned: StagePlan, config: Config, inputs: Inputs, store: Store, events: Events
 ) -> Manifest:
+    from lib.device import release
+
     events.phase(STAGE, "start", total=planned.total, missing=planned.missing)
     todo = {t: k for t, k in _keys(config, inputs).items() if not store.size_bytes(KIND, k.digest)}
     if todo:
         _encode(todo, config, inputs, store, events)
+        release()  # now that no name holds the model
     return publish(store, planned.known(), events, made=len(todo))
 
 
 def _encode(
     todo: Mapping[str | None, Key], config: Config, inputs: Inputs, store: Store, events: Events
 ) -> None:
-    from lib.device import freed, pick_device
+    from lib.device import pick_device
     from lib.encoding import caption_records, put_record
     from lib.quiet import without_library_bars
     from lib.records import DTYPES
 
     dtype, failed = DTYPES[_dtype(config)], []
     with without_library_bars():
-        loaded = inputs.family.load_text_encoders(inputs.base, dtype=dtype, device=pick_device())
-    with freed(loaded) as encoders:
-        records = caption_records(
-            inputs.family,
-            encoders,
-            list(todo),
-            max_length=config.captions.max_length,
-            batch_size=config.encode.batch_size,
-        )
-        for done, (text, record) in enumerate(records, start=1):
-            subject = _shown(text, inputs)
-            failed.append(put_record(store, KIND, todo[text], record, subject=subject))
-            events.progress(done, len(todo), unit="captions")
+        encoders = inputs.family.load_text_encoders(inputs.base, dtype=dtype, device=pick_device())
+    records = caption_records(
+        inputs.family,
+        encoders,
+        list(todo),
+        max_length=config.captions.max_length,
+        batch_size=config.encode.batch_size,
+    )
+    for done, (text, record) in enumerate(records, start=1):
+        subject = _shown(text, inputs)
+        failed.append(put_record(store, KIND, todo[text], record, subject=subject))
+        events.progress(done, len(todo), unit="captions")
     if problems := [problem for problem in failed if problem]:
         raise SamplesFailed(problems)
 
 
 def _shown(text: str | None, inputs: Inputs) -> str:
     """A text by the picture that has it, since captions stay out of logs."""
-    samples = inputs.upstream["prepare_dataset"].payload["samples"]
+    samples = [*_prepared(inputs)["samples"], *_prepared(inputs)["held_out"]]
     names = [sample["name"] for sample in samples if sample["caption"] == text]
     return f"caption of {names[0]}" if names else "the unconditional record"
 
 
-def _captions(inputs: Inputs) -> list[str]:
-    return inputs.upstream["prepare_dataset"].payload["captions"]
+def _prepared(inputs: Inputs) -> Mapping[str, Any]:
+    return inputs.upstream["prepare_dataset"].payload
+
+
+def _held_out(inputs: Inputs) -> list[str]:
+    return [sample["caption"] for sample in _prepared(inputs)["held_out"]]
 
 
 def _prompts(config: Config, inputs: Inputs) -> list[str]:
     negative = config.sample.negative_prompt
-    return prompts_of(config, _captions(inputs)) + ([] if negative is None else [negative])
+    return prompts_of(config, _prepared(inputs)) + ([] if negative is None else [negative])
 
 
 def _texts(config: Config, inputs: Inputs) -> list[str]:
     """Captions and prompts, each once."""
-    return list(dict.fromkeys([*_captions(inputs), *_prompts(config, inputs)]))
+    captions = [*_prepared(inputs)["captions"], *_held_out(inputs)]
+    return list(dict.fromkeys([*captions, *_prompts(config, inputs)]))
 
 
 def _dtype(config: Config) -> str:

@@ -18,6 +18,7 @@ from lib.memory import Item, Memory, stat_of
 from lib.pipeline.contract import Inputs, StagePlan, chosen, lookup
 from lib.recipes import captions_key, images_key, manifest_key
 from lib.schema import Config
+from lib.splits import Split, split_by_content
 from lib.store import Manifest, Store
 
 STAGE = "prepare_dataset"
@@ -25,6 +26,7 @@ THREADS = 4
 SETTINGS = (
     *("buckets.resolution", "buckets.step", "buckets.max_aspect"),
     *("latents.variants", "latents.crop_seed", "latents.random_flip"),
+    "validation.fraction",
 )
 
 
@@ -44,7 +46,7 @@ def run(config: Config, inputs: Inputs, store: Store, events: Events) -> Manifes
     known = lookup(store, manifest) is not None
     report = manifest.payload["report"]
     published = store.publish(manifest)
-    counts = {"found": report["found"], "kept": report["kept"]}
+    counts = {name: report[name] for name in ("found", "kept", "held_out") if report[name]}
     events.phase(STAGE, "hit" if known else "done", key=manifest.key, **counts)
     for kind, names in report["dropped"].items():
         events.warning(f"{len(names)} pictures dropped, {kind}: {', '.join(names)}")
@@ -74,9 +76,14 @@ def _prepare(config: Config, inputs: Inputs, store: Store, events: Events) -> Ma
     if refused := _unusable(inspected):
         raise SamplesFailed(refused)
     samples = [picture for picture in inspected if isinstance(picture, Sample)]
-    dropped = dict(found.drops)
-    report = Report(found.found, len(samples), dropped, found.captions_from)
-    return _manifest(samples, report=report, config=config, divisor=inputs.family.FACTS.divisor)
+    split = split_by_content(samples, fraction=config.validation.fraction)
+    report = asdict(Report(found.found, len(samples), dict(found.drops), found.captions_from))
+    return _manifest(
+        split,
+        report={**report, "held_out": len(split.held_out)},
+        config=config,
+        divisor=inputs.family.FACTS.divisor,
+    )
 
 
 def _unusable(inspected: Sequence[Sample | Problem]) -> list[Problem]:
@@ -116,9 +123,8 @@ def _memory_name(candidate: Candidate) -> str:
     return f"picture:{digest(RECIPE)}:{candidate.path.resolve()}"
 
 
-def _manifest(
-    samples: Sequence[Sample], *, report: Report, config: Config, divisor: int
-) -> Manifest:
+def _manifest(split: Split, *, report: Mapping[str, Any], config: Config, divisor: int) -> Manifest:
+    samples = [*split.train, *split.held_out]
     settings = {
         "resolution": config.buckets.resolution,
         "step": config.buckets.step,
@@ -128,23 +134,24 @@ def _manifest(
         "random_flip": config.latents.random_flip,
         "divisor": divisor,
     }
-    plain = [asdict(sample) for sample in samples]
+    plain = [asdict(sample) for sample in sorted(samples, key=lambda sample: sample.name)]
     texts = sorted({sample.caption for sample in samples})
     images = _images(samples, config=config, divisor=divisor)
     sizes = [{k: i[k] for k in ("image_key", "height", "width")} for i in images]
     keys = {
-        "manifest": manifest_key(plain).digest,
+        "manifest": manifest_key(plain, split=split.rule).digest,
         "captions": captions_key(texts).digest,
         "images": images_key(sizes, settings=settings).digest,
     }
-    key = make_key("prepared", **keys, report=asdict(report))
+    key = make_key("prepared", **keys, report=report)
     payload = {
         "keys": keys,
-        "samples": plain,
-        "captions": texts,
+        "samples": [asdict(sample) for sample in split.train],
+        "held_out": [asdict(sample) for sample in split.held_out],
+        "captions": sorted({sample.caption for sample in split.train}),
         "images": images,
-        "buckets": _bucket_table(samples, images),
-        "report": asdict(report),
+        "buckets": _bucket_table(split.train, images),
+        "report": report,
         "settings": chosen(config, *SETTINGS),
     }
     return Manifest(STAGE, key.digest, key.inputs, {}, payload)

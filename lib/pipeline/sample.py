@@ -1,17 +1,20 @@
 """Stage `sample`: a grid of pictures, base | adapter | EMA, from the same noise."""
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from lib import files, runs
 from lib.events import Events
+from lib.files import user_path
 from lib.keys import digest
 from lib.leases import lease
 from lib.pipeline.contract import Inputs, StagePlan, chosen, file_record, files_of, prompts_of
 from lib.recipes import sample_key
 from lib.schema import Config
 from lib.store import Manifest, Store
+from lib.tracking import send_pending
 
 STAGE = "sample"
 
@@ -19,7 +22,7 @@ STAGE = "sample"
 def plan(config: Config, inputs: Inputs, store: Store) -> StagePlan:
     """Whether this grid is there, unchanged."""
     settings = key_settings(config)
-    prompts = prompts_of(config, inputs.upstream["prepare_dataset"].payload["captions"])
+    prompts = prompts_of(config, inputs.upstream["prepare_dataset"].payload)
     if not {"encode_captions", "build_latent_cache", "export"} <= inputs.upstream.keys():
         return StagePlan(STAGE, None, False, len(prompts), len(prompts), 0, settings)
     texts = inputs.upstream["encode_captions"].payload
@@ -30,6 +33,7 @@ def plan(config: Config, inputs: Inputs, store: Store) -> StagePlan:
         captions=[texts["texts"][digest(prompt)] for prompt in prompts],
         unconditional=empty,
         autoencoder=inputs.base.identity(inputs.family.FACTS.autoencoder),
+        targets=_target_keys(prompts, inputs),
         settings=settings,
     )
     manifest = Manifest(STAGE, key.digest, key.inputs, {}, {"settings": settings})
@@ -48,17 +52,11 @@ def run(config: Config, inputs: Inputs, store: Store, events: Events) -> Manifes
         return found
     events.phase(STAGE, "start")
     from lib import pictures
-    from lib.drawing import draw_grid
+    from lib.device import release
 
     with lease(store, [*planned.inputs["captions"], planned.inputs["unconditional"]]):
-        grid = draw_grid(
-            config,
-            inputs.family,
-            inputs.base,
-            request=_request(config, inputs, planned),
-            store=store,
-            events=events,
-        )
+        grid = _draw(config, inputs, planned, store=store, events=events)
+        release()  # now that no name holds a model
     folder = runs.completed(store.root, inputs.upstream["train"].key)
     assert folder is not None
     path = files.free_name(folder / "samples" / f"grid-{planned.key[:8]}.png")
@@ -66,23 +64,42 @@ def run(config: Config, inputs: Inputs, store: Store, events: Events) -> Manifes
     payload = {**planned.payload, "files": {"grid": file_record(path)}}
     published = store.publish(Manifest(STAGE, planned.key, planned.inputs, {}, payload))
     events.phase(STAGE, "done", key=planned.key, file=str(path))
+    send_pending(folder, config, events=events)
     return published
 
 
 def key_settings(config: Config) -> dict[str, Any]:
     """The settings that enter the key; those of the stages upstream are in theirs."""
-    own = {f"sample.{name}": value for name, value in asdict(config.sample).items()}
+    own = {f"sample.{name}": v for name, v in asdict(config.sample).items() if name != "every"}
     return {**own, **chosen(config, "buckets.resolution", "precision.mode")}
 
 
-def _request(config: Config, inputs: Inputs, planned: Manifest) -> Any:
-    from lib.drawing import GridRequest
+def _target_keys(prompts: Sequence[str], inputs: Inputs) -> list[str | None]:
+    """For each prompt the held-out picture that has it as its caption, if there is one."""
+    held_out = inputs.upstream["prepare_dataset"].payload["held_out"]
+    found = {sample["caption"]: sample["image_key"] for sample in reversed(held_out)}
+    return [found.get(prompt) for prompt in prompts]
 
-    exported = inputs.upstream["export"].payload["files"]
-    return GridRequest(
-        prompts=tuple(prompts_of(config, inputs.upstream["prepare_dataset"].payload["captions"])),
+
+def _draw(
+    config: Config, inputs: Inputs, planned: Manifest, *, store: Store, events: Events
+) -> Any:
+    from lib.drawing import GridRequest, Sampler, draw_grid
+    from lib.sheets import square_pictures
+
+    prepared = inputs.upstream["prepare_dataset"].payload
+    prompts = prompts_of(config, prepared)
+    request = GridRequest(
+        prompts=tuple(prompts),
         captions=tuple(planned.inputs["captions"]),
         unconditional=planned.inputs["unconditional"],
-        adapters={name: Path(made["file"]) for name, made in exported.items()},
         constants=inputs.upstream["build_latent_cache"].payload["constants"],
+    )
+    exported = inputs.upstream["export"].payload["files"]
+    root, side = user_path(config.dataset.root), config.buckets.resolution
+    return draw_grid(
+        Sampler(config, inputs.family, inputs.base, request, store),
+        adapters={name: Path(made["file"]) for name, made in exported.items()},
+        targets=square_pictures(prepared, planned.inputs["targets"], root=root, side=side),
+        events=events,
     )

@@ -10,15 +10,16 @@ from lib.events import Events
 from lib.files import user_path
 from lib.keys import Key, digest
 from lib.leases import lease
-from lib.pipeline.contract import BASE, Inputs, StagePlan, chosen, entry_keys
+from lib.pipeline.contract import BASE, Inputs, StagePlan, chosen, entry_keys, prompts_of
 from lib.recipes import train_key
 from lib.schema import Config
 from lib.store import Manifest, Store
-from lib.tracking import following
+from lib.tracking import following, send_pending
 from lib.verify import verify_entries
 
 STAGE = "train"
 MAX_STEPS = 100_000
+HELD_OUT = {"held out": "held_out_loss", "held out, EMA": "held_out_loss_ema"}
 
 
 def plan(config: Config, inputs: Inputs, store: Store) -> StagePlan:
@@ -40,7 +41,9 @@ def run(config: Config, inputs: Inputs, store: Store, events: Events) -> Manifes
     manifest = planned.known()
     if planned.hit:
         folder = runs.completed(store.root, manifest.key)
+        assert folder is not None
         events.phase(STAGE, "hit", key=manifest.key, folder=str(folder), steps=planned.total)
+        send_pending(folder, config, events=events)
         return store.publish(manifest)
     events.stage = STAGE  # verifying is its work too
     records = [made for made in inputs.upstream.values() if made.entries]
@@ -73,6 +76,7 @@ def _train(
     store: Store,
     events: Events,
 ) -> None:
+    from lib.device import release
     from lib.training.session import train_run
 
     keys = {made.stage: made.key for made in (*inputs.upstream.values(), planned.known())}
@@ -92,10 +96,14 @@ def _train(
             store=store,
             events=events,
             total_steps=planned.total,
+            prompts=tuple(prompts_of(config, inputs.upstream["prepare_dataset"].payload)),
         )
+        release()  # now that no name holds the denoiser
         speed = finished.samples_per_second
         rate = {"samples_per_second": round(speed, 2)} if speed else {}
-        events.phase(STAGE, "done", folder=str(claim.folder), key=claim.key, **rate)
+        events.phase(
+            STAGE, "done", folder=str(claim.folder), key=claim.key, **rate, **finished.held_out
+        )
         _show_losses(claim)
 
 
@@ -112,8 +120,13 @@ def _show_data(claim: runs.Claim, config: Config, inputs: Inputs) -> None:
 def _show_losses(claim: runs.Claim) -> None:
     from lib import pictures
 
-    curves = {"train": runs.recorded_losses(claim.folder)}
-    plot = pictures.loss_plot(curves, title=claim.folder.name)
+    curves = {"train": runs.recorded_metric(claim.folder, "loss")}
+    looks = {
+        title: points
+        for title, name in HELD_OUT.items()
+        if (points := runs.recorded_metric(claim.folder, name))
+    }
+    plot = pictures.loss_plot(curves, looks=looks, title=claim.folder.name)
     pictures.save(plot, claim.folder / "loss.png")
 
 

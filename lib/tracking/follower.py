@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ from lib.events import Events
 from lib.files import StorageFailed
 from lib.schema import Config, TrackerConfig, to_plain
 from lib.tracking.journal import Journal, Status, TrackerFailed, new_token
-from lib.tracking.mirror import Mirror, alone, replay_pending
-from lib.tracking.server import RunStart, Server, prepare_environment
+from lib.tracking.mirror import Mirror, alone, pending, replay_pending
+from lib.tracking.server import RunStart, Server, identity, prepare_environment
 from lib.tracking.shown import parameters
 
 POLL_SECONDS = 3.0
@@ -144,6 +145,25 @@ class Follower:
                 self._events.warning(f"{text}; {LATER}")
 
 
+def send_pending(folder: Path, config: Config, *, events: Events) -> None:
+    """Send what the tracker lacks of a complete run and those beside it: END_SECONDS at most.
+
+    What is not sent by then stays pending; nothing is asked when nothing is pending.
+    """
+    tracker = config.tracker
+    if tracker.name == "none" or not pending(folder.parent, identity(tracker.uri or "")):
+        return
+    ending = threading.Event()
+    answer = _in_time(
+        tracker,
+        lambda server: replay_pending(folder.parent, server, stopped=ending.is_set),
+        seconds=END_SECONDS,
+    )
+    ending.set()
+    if answer.why:
+        events.warning(f"{answer.why}; {LATER}")
+
+
 def parent_run(config: Config, name: str) -> str | None:
     """The MLflow run that a sweep's runs hang under; None without a tracker that answers."""
     if config.tracker.name == "none":
@@ -153,7 +173,7 @@ def parent_run(config: Config, name: str) -> str | None:
         config.tracker,
         lambda server: server.create_run(start, token=new_token()),
         seconds=PARENT_SECONDS,
-    )
+    ).result
 
 
 def close_parent(config: Config, run_id: str, *, status: Status) -> bool:
@@ -163,24 +183,35 @@ def close_parent(config: Config, run_id: str, *, status: Status) -> bool:
         server.end_run(run_id, status=status, time=time.time())
         return True
 
-    return bool(_in_time(config.tracker, close, seconds=END_SECONDS))
+    return bool(_in_time(config.tracker, close, seconds=END_SECONDS).result)
 
 
-def _in_time(tracker: TrackerConfig, action: Callable[[Server], Any], *, seconds: float) -> Any:
-    """The action's result, or None when it fails or takes longer."""
+@dataclass(frozen=True)
+class _Answer:
+    """What an action returned, or why it did not."""
+
+    result: Any = None
+    why: str = ""
+
+
+def _in_time(tracker: TrackerConfig, action: Callable[[Server], Any], *, seconds: float) -> _Answer:
+    """The action's answer, within some seconds whatever the tracker does."""
     prepare_environment()
-    results: list[Any] = []
+    answers: list[_Answer] = []
 
     def act() -> None:
         try:
-            results.append(action(Server(tracker.uri or "", tracker.experiment or "")))
-        except TrackerFailed:
-            results.append(None)
+            result = action(Server(tracker.uri or "", tracker.experiment or ""))
+        except FAILURES as error:
+            answers.append(_Answer(why=str(error)))
+        else:
+            answers.append(_Answer(result))
 
     thread = threading.Thread(target=act, name="tracking", daemon=True)
     thread.start()
     thread.join(seconds)
-    return results[0] if results else None
+    late = _Answer(why=f"the tracker did not take everything within {seconds:g} seconds")
+    return answers[0] if answers else late
 
 
 @contextmanager

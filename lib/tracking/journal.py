@@ -31,6 +31,7 @@ class Progress:
     """What the tracker has accepted; `offset` counts bytes of events.jsonl.
 
     `token` is a tag of the MLflow run, by which a run is found whose creation was not answered.
+    `artifacts` are files by name with the state in which each was sent.
     """
 
     token: str = field(default_factory=new_token)
@@ -43,6 +44,7 @@ class Progress:
     status: Status = "RUNNING"
     sent: bool = False
     settings: dict[str, str] = field(default_factory=dict)
+    artifacts: dict[str, str] = field(default_factory=dict)
 
 
 class Journal:
@@ -62,11 +64,15 @@ class Journal:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Events from one offset to the next; a line that is no event is counted."""
+    """Events from one offset to the next; a line that is no event is counted.
+
+    `more` says whether more lay there already: what came meanwhile waits for the next round.
+    """
 
     events: list[Mapping[str, Any]]
     end: int
     unreadable: int
+    more: bool = False
 
 
 def read_chunk(folder: Path, offset: int) -> Chunk:
@@ -74,14 +80,16 @@ def read_chunk(folder: Path, offset: int) -> Chunk:
     path = folder / EVENTS
     if not path.exists():
         return Chunk([], 0, 0)
-    if path.stat().st_size < offset:
+    size = path.stat().st_size
+    if size < offset:
         offset = 0
     with path.open("rb") as file:
         file.seek(offset)
         lines = file.readlines(CHUNK_BYTES)[:MAX_EVENTS]
     whole = [line for line in lines if line.endswith(b"\n")]
     events = [event for line in whole if (event := _event(line))]
-    return Chunk(events, offset + sum(map(len, whole)), len(whole) - len(events))
+    end = offset + sum(map(len, whole))
+    return Chunk(events, end, len(whole) - len(events), more=bool(whole) and end < size)
 
 
 def _event(line: bytes) -> Mapping[str, Any] | None:
@@ -97,7 +105,7 @@ def _read(path: Path) -> Progress:
     if not path.exists():
         return Progress()
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = {"artifacts": {}, **json.loads(path.read_text(encoding="utf-8"))}  # as before
         return Progress(**{item.name: values[item.name] for item in fields(Progress)})
     except (ValueError, KeyError, TypeError) as error:
         remedy = "remove the file: the run is then sent again, as a new one"

@@ -34,22 +34,24 @@ class Mirror:
         self._newest = 0.0
 
     def advance(self) -> bool:
-        """Send the next events; False when there were none."""
+        """Send the next events; whether more lay there already."""
         progress = self.journal.progress
         chunk = read_chunk(self.folder, progress.offset)
         if chunk.end == progress.offset:
             return False
         warnings = progress.warnings + sum(event["kind"] == "warning" for event in chunk.events)
         unreadable = progress.unreadable + chunk.unreadable
-        counts = {"warnings": str(warnings)}
-        if unreadable:
+        counts = {}
+        if progress.offset == 0 or warnings != progress.warnings:
+            counts["warnings"] = str(warnings)
+        if unreadable != progress.unreadable:
             counts["unreadable_lines"] = str(unreadable)
         points = self._new_points(chunk.events)
         self.server.log(self.run_id, points, {**_tags(chunk.events), **counts})
         self._last_steps |= {point.name: point.step for point in points}
         self.journal.update(offset=chunk.end, warnings=warnings, unreadable=unreadable)
         self._newest = max([self._newest, *(event["time"] for event in chunk.events)])
-        return True
+        return chunk.more
 
     def finish(self) -> None:
         """The end that the journal says, and the artifacts."""
@@ -67,7 +69,13 @@ class Mirror:
         # Another store, or a run that somebody removed there: everything is sent again.
         fresh = new_token() if progress.run_id else progress.token
         self.journal.update(
-            token=fresh, store=self.server.store, run_id=None, offset=0, warnings=0, unreadable=0
+            token=fresh,
+            store=self.server.store,
+            run_id=None,
+            offset=0,
+            warnings=0,
+            unreadable=0,
+            artifacts={},
         )
         tags = {PARENT_TAG: progress.parent} if progress.parent else {}
         start = RunStart(self.folder.name, _first_time(self.folder), tags)
@@ -83,12 +91,14 @@ class Mirror:
         self.server.log(self.run_id, (), _record_tags(self.folder))
 
     def _upload(self) -> None:
+        """The configuration, and files that are new or differ from what was sent."""
         config = yaml.safe_dump(shown_config(_config(self.folder)), sort_keys=False)
         self.server.upload_text(self.run_id, config, name="config.yaml")
-        pictures = [f"samples/{p.name}" for p in sorted(self.folder.glob("samples/*.png"))]
-        for name in (*ARTIFACTS, *pictures):
-            if (self.folder / name).is_file():
+        for name, state in _artifacts(self.folder).items():
+            sent = self.journal.progress.artifacts
+            if sent.get(name) != state:
                 self.server.upload(self.run_id, self.folder / name, name=name)
+                self.journal.update(artifacts={**sent, name: state})
 
     def _new_points(self, events: Sequence[Mapping[str, Any]]) -> list[Point]:
         """A resumed run repeats steps since its checkpoint: the first value of a step stands."""
@@ -116,6 +126,20 @@ def alone(folder: Path) -> Iterator[bool]:
         lock.release()
 
 
+def pending(outputs: Path, store: str) -> list[Path]:
+    """Folders of earlier runs from which this store lacks something; asks no tracker."""
+    folders = [path.parent for path in sorted(outputs.glob(f"*/{FILE}"))]
+    return [folder for folder in folders if _lacks(folder, store)]
+
+
+def _lacks(folder: Path, store: str) -> bool:
+    try:
+        progress = Journal(folder).progress
+    except TrackerFailed:
+        return True  # the replay says what is wrong with it
+    return _has_pending(folder, progress, store)
+
+
 def replay_pending(
     outputs: Path, server: Server, *, stopped: Callable[[], bool] = lambda: False
 ) -> int:
@@ -124,13 +148,13 @@ def replay_pending(
     Every folder is tried; then TrackerFailed names those that failed.
     """
     done, problems = 0, []
-    for path in sorted(outputs.glob(f"*/{FILE}")):
+    for folder in pending(outputs, server.store):
         if stopped():
             break
         try:
-            with alone(path.parent) as free:
+            with alone(folder) as free:
                 if free:
-                    done += _replay(path.parent, server, stopped=stopped)
+                    done += _replay(folder, server, stopped=stopped)
         except TrackerFailed as error:
             problems += error.problems
     if problems:
@@ -140,11 +164,9 @@ def replay_pending(
 
 def _replay(folder: Path, server: Server, *, stopped: Callable[[], bool]) -> bool:
     journal = Journal(folder)
-    progress = journal.progress
-    elsewhere = progress.run_id is not None and progress.store != server.store
-    if elsewhere or not _has_pending(folder, progress):
+    if not _has_pending(folder, journal.progress, server.store):  # another process was first
         return False
-    if progress.status == "RUNNING":  # its process died without a word
+    if journal.progress.status == "RUNNING":  # its process died without a word
         journal.update(status="KILLED")
     mirror = Mirror(folder, server, journal)
     while mirror.advance():
@@ -154,9 +176,26 @@ def _replay(folder: Path, server: Server, *, stopped: Callable[[], bool]) -> boo
     return True
 
 
-def _has_pending(folder: Path, progress: Progress) -> bool:
-    """A complete run gains events when a later stage works on it."""
-    return not progress.sent or read_chunk(folder, progress.offset).end != progress.offset
+def _has_pending(folder: Path, progress: Progress, store: str) -> bool:
+    """A complete run gains events and files when a later stage works on it."""
+    if progress.run_id is not None and progress.store != store:
+        return False
+    return (
+        not progress.sent
+        or read_chunk(folder, progress.offset).end != progress.offset
+        or _artifacts(folder) != progress.artifacts
+    )
+
+
+def _artifacts(folder: Path) -> dict[str, str]:
+    """The files that are sent, by name, each with what changes when it does."""
+    pictures = [f"samples/{path.name}" for path in sorted(folder.glob("samples/*.png"))]
+    states = {}
+    for name in (*ARTIFACTS, *pictures):
+        if (folder / name).is_file():
+            found = (folder / name).stat()
+            states[name] = f"{found.st_size} {found.st_mtime_ns}"
+    return states
 
 
 def _config(folder: Path) -> Mapping[str, Any]:

@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lib.errors import Problem
+from lib.errors import Problem, without_credentials
 from lib.keys import digest
 from lib.tracking.journal import Status, TrackerFailed
-from lib.tracking.shown import cut, scrubbed, without_credentials
+from lib.tracking.shown import cut, scrubbed
 
 METRICS_PER_CALL, TAGS_PER_CALL = 500, 100
 TOKEN_TAG, PARENT_TAG = "darkroom.token", "mlflow.parentRunId"
+CHANGED = "changed."
 _ENVIRONMENT = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "DO_NOT_TRACK": "true",
@@ -103,17 +104,25 @@ class Server:
     def log_parameters(
         self, run_id: str, first: Mapping[str, str], *, now: Mapping[str, str]
     ) -> None:
-        """Log each parameter once; the store would refuse another value, which becomes a tag."""
+        """Log each parameter once; the store would refuse another value, which becomes a tag.
+
+        A tag of a value that is the first one again goes.
+        """
         with self._asking():
             from mlflow.entities import Param
 
-            there = self._client.get_run(run_id).data.params
+            data = self._client.get_run(run_id).data
+            there = data.params
             known = {**now, **first, **there}
             new = [Param(name, value) for name, value in known.items() if name not in there]
             for part in _parts(new, TAGS_PER_CALL):
                 self._client.log_batch(run_id, params=part)
-        differing = {name: value for name, value in now.items() if known[name] != value}
-        self.log(run_id, (), {f"changed.{name}": value for name, value in differing.items()})
+        differing = {f"{CHANGED}{n}": value for n, value in now.items() if known[n] != value}
+        self.log(run_id, (), differing)
+        with self._asking():
+            for tag in data.tags:
+                if tag.startswith(CHANGED) and tag not in differing:
+                    self._client.delete_tag(run_id, tag)
 
     def log(self, run_id: str, points: Sequence[Point], tags: Mapping[str, str]) -> None:
         with self._asking():

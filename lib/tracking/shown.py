@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from lib.files import user_path
 
@@ -45,12 +44,6 @@ def cut(text: str) -> str:
 def plain_name(name: str) -> str:
     """A name that every MLflow takes."""
     return re.sub(r"[^A-Za-z0-9_.-]", "_", name)[:MAX_CHARS]
-
-
-def without_credentials(uri: str) -> str:
-    """An address as it may be shown."""
-    host = urlsplit(uri).netloc
-    return uri.replace(host, host.rpartition("@")[2], 1) if "@" in host else uri
 
 
 def _shown(name: str, value: Any) -> Any:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
 
@@ -31,6 +31,7 @@ class Finished:
     steps: int
     last_loss: float
     samples_per_second: float | None
+    held_out: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -65,8 +66,12 @@ def train(
     folder: Path,
     train_key: str,
     events: Events,
+    after_step: Callable[[int], None] = lambda _step: None,
 ) -> Finished:
-    """Run all groups; a checkpoint every `trainer.save_every` steps and at the end."""
+    """Run all groups; a checkpoint every `trainer.save_every` steps and at the end.
+
+    `after_step` is called with the number of steps done, once their checkpoint is written.
+    """
     progress, loss, steps = Progress(num_samples_seen), float("nan"), 0
     for group in groups:
         rate = learning_rate(
@@ -84,6 +89,7 @@ def train(
         events.progress(done, total_steps, unit="steps")
         if done % config.trainer.save_every == 0 or done == total_steps:
             _save(trainer, done, progress, folder=folder, train_key=train_key)
+        after_step(done)
     return Finished(steps, last_loss=loss, samples_per_second=progress.samples_per_second)
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from lib import adapter, ema, files, tensors
 from lib.batches import Assembler, Plan, Records, ahead, slots_of
 from lib.buckets import Bucket
-from lib.device import pick_device, release, without_cudnn_attention
+from lib.device import pick_device, without_cudnn_attention
 from lib.errors import Problem, StateRefused
 from lib.events import Events
 from lib.family import Family
@@ -22,6 +23,7 @@ from lib.store import Manifest, Store
 from lib.training import checkpoint
 from lib.training.loop import Finished, train
 from lib.training.step import Trainer
+from lib.training.watching import watching
 
 Upstream = Mapping[str, Manifest]
 
@@ -36,6 +38,7 @@ def train_run(
     store: Store,
     events: Events,
     total_steps: int,
+    prompts: tuple[str, ...] = (),
 ) -> Finished:
     """Train to `total_steps` and leave the adapter in the run's folder."""
     trainer = make_trainer(config, family, base, events)
@@ -43,7 +46,20 @@ def train_run(
     start, seen = _restore(trainer, folder, key=claim.key, events=events)
     assembler = make_assembler(config, family, upstream, store)
     groups = assembler.plan.groups(start, total_steps)
-    with without_cudnn_attention():
+    watched = watching(
+        trainer,
+        claim,
+        config,
+        base,
+        prompts=prompts,
+        upstream=upstream,
+        store=store,
+        events=events,
+        total_steps=total_steps,
+    )
+    with without_cudnn_attention(), watched as watch:
+        if start == 0:
+            watch(0)
         finished = train(
             trainer,
             ahead(assembler.step, groups),
@@ -53,11 +69,10 @@ def train_run(
             folder=folder,
             train_key=claim.key,
             events=events,
+            after_step=watch,
         )
     _write_adapter(trainer, claim)
-    del trainer
-    release()
-    return finished
+    return replace(finished, held_out=watch.held_out())
 
 
 def make_trainer(config: Config, family: Family, base: Base, events: Events) -> Trainer:

@@ -65,16 +65,19 @@ class Trainer:
             ema.update(self.ema, self.parameters, number=group.step + 1, decay=self.ema_decay)
         return result
 
-    def _loss(self, batch: Batch, total_weight: float) -> shapes.Scalar:
-        with self._autocast():
-            prediction = self.family.predict(
+    def predict(self, batch: Batch) -> shapes.Prediction:
+        """The denoiser's answer to a batch on the device, in the run's precision."""
+        with self.autocast():
+            return self.family.predict(
                 self.denoiser,
                 batch.noisy,
                 batch.level,
                 conditioning=batch.conditioning,
                 guidance=self.guidance,
             )
-        losses = per_sample_loss(prediction, batch.target)
+
+    def _loss(self, batch: Batch, total_weight: float) -> shapes.Scalar:
+        losses = per_sample_loss(self.predict(batch), batch.target)
         return group_loss(losses, batch.weights, total_weight=total_weight)
 
     def _clip(self) -> shapes.Scalar:
@@ -82,7 +85,8 @@ class Trainer:
         limit = self.max_grad_norm or float("inf")
         return torch.nn.utils.clip_grad_norm_(list(self.parameters.values()), limit)
 
-    def _autocast(self) -> Any:
+    def autocast(self) -> Any:
+        """The run's precision for a block; of this thread alone."""
         if self.autocast_dtype is None:
             return nullcontext()
         return torch.autocast(self.device.type, dtype=self.autocast_dtype)

@@ -4,33 +4,24 @@ import shutil
 
 import pytest
 
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
-
 
 @pytest.fixture
-def hub(base, tmp_path, monkeypatch):
-    """A Hub cache that holds the tiny base as someone/flux, and no network; its snapshot."""
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    repo = tmp_path / "hub" / "models--someone--flux"
-    (repo / "refs").mkdir(parents=True)
-    (repo / "refs" / "main").write_text(COMMIT)
-    return shutil.copytree(base, repo / "snapshots" / COMMIT)
+def hub(base, hub_cache):
+    """The snapshot of the tiny base in a stand-in of the Hub's cache."""
+    return hub_cache(base)
 
 
-@pytest.mark.parametrize("revision", [None, COMMIT])
+@pytest.mark.parametrize("pinned", [False, True])
 def test_a_hub_id_trains_and_shares_every_entry_with_the_folder(
-    ensure, counted, adapter_of, hub, tmp_path, revision
+    ensure, counted, adapter_of, hub, pinned
 ):
     local = ensure("train")
     encoded = dict(counted)
-    pinned = [f"family.revision={revision}"] if revision else []
-    remote = ensure("train", "family.base=someone/flux", *pinned)
+    overrides = ["family.base=someone/flux", *([f"family.revision={hub.name}"] if pinned else [])]
+    remote = ensure("train", *overrides)
     assert counted == encoded
     assert remote.key == local.key
-    again = ensure("train", "family.base=someone/flux", *pinned, "rerun=true")
+    again = ensure("train", *overrides, "rerun=true")
     assert adapter_of(again) == adapter_of(local)
 
 

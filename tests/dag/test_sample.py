@@ -6,20 +6,22 @@ import numpy as np
 import pytest
 from PIL import Image
 
-SIDE = 64
+SIDE, ZOOM = 64, 2  # a small picture is enlarged in the grid
 
 
 def cells(path: Path, columns: int) -> list[list[np.ndarray]]:
-    """The pictures of a grid, by row and column."""
+    """The pictures of a grid, by row and column, in their own size."""
     from lib.pictures import LINE, MARGIN
 
     with Image.open(path) as picture:
         image = np.asarray(picture)
-    down, top = SIDE + LINE + 2 * MARGIN, LINE + MARGIN
+    side, top = SIDE * ZOOM, LINE + MARGIN
+    down = side + LINE + 2 * MARGIN
     rows = (image.shape[0] - top) // down
-    across = [MARGIN + (SIDE + MARGIN) * column for column in range(columns)]
+    across = [MARGIN + (side + MARGIN) * column for column in range(columns)]
     return [
-        [image[top + down * row :, left:][:SIDE, :SIDE] for left in across] for row in range(rows)
+        [image[top + down * row :, left:][:side:ZOOM, :side:ZOOM] for left in across]
+        for row in range(rows)
     ]
 
 
@@ -36,7 +38,7 @@ def test_the_grid_has_a_row_a_prompt_and_three_columns_that_differ(ensure):
 def test_without_an_average_there_are_two_columns(ensure):
     manifest = ensure("sample", "sample.steps=1", "trainer.ema_decay=0")
     with Image.open(manifest.payload["files"]["grid"]["file"]) as image:
-        assert image.width == 8 + 2 * (SIDE + 8)
+        assert image.width == 8 + 2 * (SIDE * ZOOM + 8)
 
 
 def test_a_warm_grid_loads_no_text_encoder_and_a_second_one_nothing(
@@ -78,6 +80,35 @@ def test_the_same_seed_draws_the_same_picture_and_another_does_not(ensure, tmp_p
     first, second, third = (Path(file).read_bytes() for file in files)
     assert first == second
     assert first != third
+
+
+def test_each_prompt_is_drawn_with_as_many_seeds_as_asked(ensure):
+    overrides = ("sample.steps=1", "sample.prompts=[a fox]", "sample.seed=3")
+    three = ensure("sample", *overrides, "sample.num_seeds=3").payload["files"]["grid"]["file"]
+    one = ensure("sample", "sample.steps=1", "sample.prompts=[a fox]", "sample.seed=4")
+    with Image.open(three) as image:
+        strip = np.asarray(image)[23:, 8:][: SIDE * ZOOM : ZOOM, : 3 * SIDE * ZOOM : ZOOM]
+    drawn = [strip[:, SIDE * n : SIDE * (n + 1)].astype(int) for n in range(3)]
+    alone = cells(Path(one.payload["files"]["grid"]["file"]), 1)[0][0].astype(int)
+    assert not np.array_equal(drawn[0], drawn[1])
+    assert np.abs(drawn[1] - alone).max() <= 1
+
+
+def test_a_prompt_of_a_held_out_picture_is_shown_beside_that_picture(ensure, data):
+    prepared = ensure("prepare_dataset", "validation.fraction=0.4").payload
+    shown = next(s for s in prepared["held_out"] if s["height"] == s["width"])
+    prompts = f"sample.prompts=['{shown['caption']}', something else]"
+    manifest = ensure("sample", "sample.steps=1", "validation.fraction=0.4", prompts)
+    (_, _, _, target), (*_, nothing) = cells(Path(manifest.payload["files"]["grid"]["file"]), 4)
+    with Image.open(data / shown["name"]) as image:
+        true = np.asarray(image.convert("RGB").resize((SIDE, SIDE), Image.Resampling.LANCZOS))
+    assert np.abs(target.astype(int) - true).max() <= 1
+    assert (nothing == 255).all()
+
+
+def test_held_out_captions_are_drawn_unless_prompts_are_given(ensure):
+    manifest = ensure("sample", "sample.steps=1", "validation.fraction=0.4")
+    assert all(manifest.inputs["targets"])
 
 
 def test_the_adapter_column_is_the_pipelines_own_picture(ensure, base, configure):

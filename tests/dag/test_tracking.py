@@ -83,6 +83,25 @@ def test_a_run_is_whole_in_the_store_and_shows_nothing_private(
     assert CANARY.encode() not in Path(mlflow_store.removeprefix("sqlite:///")).read_bytes()
 
 
+@pytest.mark.slow
+def test_a_grid_drawn_after_training_is_in_the_store_at_once(
+    ensure, mlflow_store, recorded, patient, tmp_path
+):
+    ensure("train", "name=mine", *tracked(mlflow_store))
+    untracked = ("tracker=none", "sample.seed=1")
+    for overrides in (tracked(mlflow_store), untracked):
+        ensure("sample", "sample.steps=1", "sample.prompts=[a red fox]", *overrides)
+    run, points = recorded()
+    artifacts = Path(run.info.artifact_uri.removeprefix("file://"))
+    drawn = sorted((tmp_path / "outputs/mine/samples").iterdir(), key=lambda p: p.stat().st_mtime)
+    assert len(drawn) == 2
+    assert [path.name for path in (artifacts / "samples").iterdir()] == [drawn[0].name]
+    assert (artifacts / "samples" / drawn[0].name).read_bytes() == drawn[0].read_bytes()
+    assert run.info.status == "FINISHED"
+    assert points == logged(tmp_path / "outputs/mine")
+    assert warnings_in(tmp_path / "outputs/mine") == []
+
+
 def test_mlflow_is_never_called_from_the_training_thread(
     ensure, mlflow_store, patient, monkeypatch
 ):
@@ -228,6 +247,16 @@ def dying_step(self, group, *, rate):
 step.Trainer.step = dying_step
 sys.exit(guarded(lambda: graph.ensure("train", compose({overrides!r}), Events()) and 0))
 """
+
+
+def test_a_complete_run_that_is_found_again_sends_what_is_pending(
+    ensure, mlflow_store, recorded, patient, broken_tracker, tmp_path
+):
+    ensure("train", "name=mine", *tracked(broken_tracker("closed port")))
+    ensure("train", "name=mine", *tracked(mlflow_store))
+    run, points = recorded()
+    assert points == logged(tmp_path / "outputs" / "mine")
+    assert run.info.status == "FINISHED"
 
 
 @pytest.mark.slow

@@ -1,10 +1,18 @@
-"""What the unit tests share: a patient hypothesis, a valid configuration, a family of parts."""
+"""What the unit tests share: a patient hypothesis, a valid configuration, a family, a store."""
 
 import os
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
+
+from lib.keys import digest
+from lib.store import Manifest, Store
+from lib.tensors import Tensor
+from lib.upkeep import verify
+
+OLD = 2_000_000_000.0 - 100 * 86_400  # longer ago than any test keeps what is unused
 
 # A busy machine must not fail a property.
 settings.register_profile(
@@ -49,3 +57,39 @@ def fake_family():
         return SimpleNamespace(**{**dict.fromkeys(names, absent), **parts})
 
     return make
+
+
+@pytest.fixture
+def store(tmp_path):
+    return Store(tmp_path / "store")
+
+
+@pytest.fixture(scope="session")
+def put():
+    """Puts a small entry of a name, last used long ago."""
+
+    def put(store, name, *, kind="latents", when=OLD):
+        tensors = {"mean": Tensor("F32", (8,), np.full(8, 0.5, "<f4").tobytes())}
+        ref = store.put(kind, digest(name), tensors, metadata={}, inputs={})
+        os.utime(store.entry_path(kind, ref.key), (when, when))
+        return ref
+
+    return put
+
+
+@pytest.fixture(scope="session")
+def publish():
+    """Publishes a manifest of a name over entries, last used long ago."""
+
+    def publish(store, name, *refs, when=OLD):
+        manifest = store.publish(Manifest("cache", digest(name), {}, {"train": refs}, {}))
+        os.utime(store.manifest_path("cache", manifest.key), (when, when))
+        return manifest
+
+    return publish
+
+
+@pytest.fixture(scope="session")
+def check():
+    """Verifies a store."""
+    return lambda store: verify(store, threads=2, progress=lambda done, total: None)

@@ -163,7 +163,7 @@ def test_exclusive_creation_has_one_winner_and_keeps_its_content(tmp_path):
 
     def create(number):
         barrier.wait()
-        results[number] = files.create_json(tmp_path / "x.json", {"winner": number})
+        results[number] = files.create_bytes(tmp_path / "x", f"winner {number}".encode())
 
     threads = [threading.Thread(target=create, args=(number,)) for number in range(8)]
     for thread in threads:
@@ -172,8 +172,8 @@ def test_exclusive_creation_has_one_winner_and_keeps_its_content(tmp_path):
         thread.join()
     winners = [number for number, won in results.items() if won]
     assert len(winners) == 1
-    assert json.loads((tmp_path / "x.json").read_bytes()) == {"winner": winners[0]}
-    assert os.listdir(tmp_path) == ["x.json"]
+    assert (tmp_path / "x").read_text() == f"winner {winners[0]}"
+    assert os.listdir(tmp_path) == ["x"]
 
 
 def test_creation_on_a_full_disk_is_an_error_and_not_a_loss(tmp_path, monkeypatch):

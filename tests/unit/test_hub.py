@@ -4,7 +4,6 @@ import os
 import shutil
 
 import pytest
-from huggingface_hub import constants
 
 from lib.errors import InputRefused
 from lib.families import flux
@@ -13,7 +12,6 @@ from lib.hub_download import weight_files
 from lib.memory import Memory
 from lib.schema import FamilyConfig
 
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
 VAE = "vae/diffusion_pytorch_model.safetensors"
 OTHERS = {
     "sdxl": dataclasses.replace(flux.FACTS, name="sdxl", pipelines=("StableDiffusionXLPipeline",)),
@@ -201,25 +199,20 @@ def opened_by(base, store, **config):
 
 
 @pytest.fixture
-def cached(pristine, tmp_path, monkeypatch):
-    """A Hub cache that holds the tiny base as someone/flux, and no network; returns the snapshot."""
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    repo = tmp_path / "hub" / "models--someone--flux"
-    (repo / "refs").mkdir(parents=True)
-    (repo / "refs" / "main").write_text(COMMIT)
-    return shutil.copytree(pristine, repo / "snapshots" / COMMIT)
+def cached(pristine, hub_cache):
+    """The snapshot of the tiny base in a stand-in of the Hub's cache."""
+    return hub_cache(pristine)
 
 
 def test_a_cached_hub_base_is_its_commit_and_its_components(cached, folder, tmp_path):
     base = opened_by("someone/flux", tmp_path / "s")
-    assert base.remote == ("someone/flux", COMMIT)
+    assert base.remote == ("someone/flux", cached.name)
     assert base.root == cached
     assert base.folder("vae") == cached / "vae"
     assert list(base_problems(base, family=flux, others=OTHERS)) == []
     assert identities(base) == identities(opened(folder))
-    pinned = opened_by("someone/flux", tmp_path / "t", revision=COMMIT)
-    assert pinned.name == base.name == f"hub:someone/flux@{COMMIT}"
+    pinned = opened_by("someone/flux", tmp_path / "t", revision=cached.name)
+    assert pinned.name == base.name == f"hub:someone/flux@{cached.name}"
 
 
 def test_a_hub_base_once_known_needs_none_of_its_files_but_the_index(cached, tmp_path):

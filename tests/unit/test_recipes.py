@@ -27,8 +27,11 @@ SAMPLE = {
 # recipe -> (its arguments, another value for each of them)
 RECIPES = {
     recipes.manifest_key: (
-        {"samples": [SAMPLE]},
-        {"samples": [[{**SAMPLE, name: "other"}] for name in SAMPLE] + [[], [SAMPLE, SAMPLE]]},
+        {"samples": [SAMPLE], "split": None},
+        {
+            "samples": [[{**SAMPLE, name: "other"}] for name in SAMPLE] + [[], [SAMPLE, SAMPLE]],
+            "split": [{"rule": "content-hash/1", "fraction": f} for f in (0.1, 0.2)],
+        },
     ),
     recipes.captions_key: ({"texts": ["a", "b"]}, {"texts": [["a"], ["a", "c"], ["ab"]]}),
     recipes.images_key: (

@@ -53,7 +53,12 @@ BROKEN = {
     "trainer.ema_decay": [-0.1, 1.0, NAN],
     "sample.prompts": [["a"] * 65],
     "sample.seed": [-1, 2**63],
+    "sample.num_seeds": [0, 17],
     "sample.steps": [0, 1001],
+    "sample.every": [-1, 100_001],
+    "validation.fraction": [-0.1, 1.0, NAN],
+    "validation.every": [0, 100_001],
+    "validation.num_draws": [0, 1001],
     "sample.guidance": [-1.0, 101.0, NAN, INF],
     "tracker.name": ["wandb", ""],
     "gc.keep_days": [-1.0, 36501.0, NAN, INF],
@@ -141,6 +146,8 @@ WITHOUT_EFFECT = [
     ({"latents.random_flip": True}, "latents.random_flip=True"),
     ({"latents.crop_seed": 3}, "latents.crop_seed=3"),
     ({"family.revision": "main"}, "family.revision=main"),
+    ({"validation.every": 7}, "validation.every=7"),
+    ({"validation.num_draws": 3}, "validation.num_draws=3"),
 ]
 
 
@@ -172,6 +179,7 @@ def test_an_option_without_effect_is_refused_with_what_would_give_it_one(setting
         {"trainer.batch_size": 4, "trainer.micro_batch": 2},
         {"trainer.max_steps": None, "trainer.num_epochs": 2},
         {"buckets.resolution": 96, "buckets.step": 32},
+        {"validation.fraction": 0.2, "validation.every": 7, "validation.num_draws": 3},
     ],
 )
 def test_where_an_option_has_an_effect_it_is_accepted(settings, valid):

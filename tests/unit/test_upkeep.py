@@ -1,4 +1,4 @@
-"""Verify finds what is wrong; gc removes what nothing reaches, and nothing else."""
+"""Gc removes what nothing reaches, and nothing else."""
 
 import json
 import os
@@ -6,7 +6,6 @@ import threading
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,9 +15,8 @@ from lib.errors import StateRefused
 from lib.files import TEMP_PREFIX
 from lib.keys import digest
 from lib.leases import lease
-from lib.store import EntryRef, Manifest, Store
-from lib.tensors import Tensor
-from lib.upkeep import KindStats, check_entries, gc, stats, verify
+from lib.store import EntryRef, Store
+from lib.upkeep import gc, stats
 
 NOW = 2_000_000_000.0
 DAY = 86_400
@@ -28,25 +26,6 @@ OLD = NOW - 100 * DAY
 @pytest.fixture(autouse=True)
 def unsynced(monkeypatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-
-
-@pytest.fixture
-def store(tmp_path) -> Store:
-    return Store(tmp_path / "store")
-
-
-def put(store: Store, name: object, *, kind: str = "latents", when: float = OLD) -> EntryRef:
-    data = np.full(8, 0.5, "<f4").tobytes()
-    tensors = {"mean": Tensor("F32", (8,), data)}
-    ref = store.put(kind, digest(name), tensors, metadata={}, inputs={})
-    os.utime(store.entry_path(kind, ref.key), (when, when))
-    return ref
-
-
-def publish(store: Store, name: object, *refs: EntryRef, when: float = OLD) -> Manifest:
-    manifest = store.publish(Manifest("cache", digest(name), {}, {"train": refs}, {}))
-    os.utime(store.manifest_path("cache", manifest.key), (when, when))
-    return manifest
 
 
 def record_run(store: Store, folder: Path, *names: object) -> None:
@@ -60,75 +39,11 @@ def collect(store: Store, *, keep_days=14, grace_seconds=0.0, dry_run=False) -> 
     return gc(store, keep_days=keep_days, now=NOW, grace_seconds=grace_seconds, dry_run=dry_run)
 
 
-def check(store: Store) -> upkeep.VerifyReport:
-    return verify(store, threads=2, progress=lambda done, total: None)
-
-
 def there(store: Store, *refs: EntryRef) -> list[bool]:
     return [store.size_bytes(ref.kind, ref.key) is not None for ref in refs]
 
 
-def test_verify_finds_nothing_in_a_sound_store_and_tells_progress(store):
-    refs = [put(store, number) for number in range(5)]
-    publish(store, "m", *refs)
-    seen = []
-    report = verify(store, threads=2, progress=lambda done, total: seen.append((done, total)))
-    assert report == upkeep.VerifyReport(checked=6, damaged=(), missing=(), stray=())
-    assert seen == [(done, 5) for done in range(1, 6)]
-
-
-def test_verify_finds_all_planted_damage_at_once(store):
-    refs = [put(store, number) for number in range(6)]
-    publish(store, "m", *refs), publish(store, "n", refs[0])
-    paths = [store.entry_path("latents", ref.key) for ref in refs]
-    flipped = bytearray(paths[0].read_bytes())
-    flipped[-1] ^= 1
-    paths[0].write_bytes(flipped)
-    paths[1].write_bytes(paths[1].read_bytes()[:-1])
-    paths[2].unlink()
-    paths[3].unlink()
-    paths[3].mkdir()
-    store.manifest_path("cache", digest("n")).write_text("{}")
-    strays = [paths[4].with_name("notes.txt"), store.root / "latents" / "thumbs"]
-    strays += [store.root / "manifests" / "cache" / "readme"]
-    for path in strays:
-        path.write_text("stray")
-    paths[4].with_name(f"{TEMP_PREFIX}1-x").write_text("a writer's")
-    report = check(store)
-    assert {found.path for found in report.damaged} == {
-        *(paths[number] for number in (0, 1, 3)),
-        store.manifest_path("cache", digest("n")),
-    }
-    assert all(found.why for found in report.damaged)
-    assert {found.ref for found in report.missing} == {refs[number] for number in (1, 2, 3)}
-    assert {found.manifest for found in report.missing} == {
-        store.manifest_path("cache", digest("m"))
-    }
-    assert set(report.stray) == set(strays)
-
-
-def test_an_entry_that_gc_removes_during_verify_is_no_damage(store, monkeypatch):
-    ref, real = put(store, "collected"), Store.get
-    put(store, "kept")
-
-    def get(self, kind, key):
-        if key == ref.key:
-            store.entry_path(kind, key).unlink()
-        return real(self, kind, key)
-
-    monkeypatch.setattr(Store, "get", get)
-    assert check(store).damaged == ()
-
-
-def test_checking_entries_names_absent_and_resized_ones_in_order(store):
-    refs = [put(store, number) for number in range(4)]
-    store.entry_path("latents", refs[1].key).unlink()
-    wrong = EntryRef("latents", refs[3].key, refs[3].size_bytes + 1)
-    found = check_entries(store, [*refs[:3], wrong], threads=2, progress=lambda done, total: None)
-    assert [damage.key for damage in found] == [refs[1].key, refs[3].key]
-
-
-def test_other_folders_of_the_store_are_neither_checked_nor_collected(store):
+def test_other_folders_of_the_store_are_neither_checked_nor_collected(store, put, check):
     put(store, 0, when=NOW)
     other = store.root / "bases" / digest("tiny") / "model.safetensors"
     other.parent.mkdir(parents=True)
@@ -140,7 +55,9 @@ def test_other_folders_of_the_store_are_neither_checked_nor_collected(store):
     assert other.exists()
 
 
-def test_gc_keeps_what_runs_recent_manifests_and_leases_reach_and_removes_the_rest(store, tmp_path):
+def test_gc_keeps_what_runs_recent_manifests_and_leases_reach_and_removes_the_rest(
+    store, tmp_path, put, publish, check
+):
     names = ("run", "recent", "leased", "expired", "gone run", "leased manifest")
     refs = {name: put(store, name) for name in names}
     shared, orphan = put(store, "shared"), put(store, "orphan")
@@ -178,7 +95,9 @@ def test_gc_keeps_what_runs_recent_manifests_and_leases_reach_and_removes_the_re
     ),
     leased=st.sets(st.integers(0, 7), max_size=2),
 )
-def test_gc_removes_exactly_what_nothing_reaches(manifests, leased, tmp_path_factory):
+def test_gc_removes_exactly_what_nothing_reaches(
+    manifests, leased, tmp_path_factory, put, publish, check
+):
     root = tmp_path_factory.mktemp("gc")
     store, reached = Store(root / "store"), set(leased)
     refs = [put(store, number) for number in range(8)]
@@ -194,7 +113,7 @@ def test_gc_removes_exactly_what_nothing_reaches(manifests, leased, tmp_path_fac
     assert check(store).missing == ()
 
 
-def test_gc_spares_entries_younger_than_its_grace(store, monkeypatch):
+def test_gc_spares_entries_younger_than_its_grace(store, monkeypatch, put):
     waited = []
     monkeypatch.setattr(time, "sleep", waited.append)
     young, old = put(store, "young", when=NOW - 59), put(store, "old", when=NOW - 61)
@@ -204,7 +123,7 @@ def test_gc_spares_entries_younger_than_its_grace(store, monkeypatch):
 
 
 @pytest.mark.parametrize("how", ["lease", "touch", "run", "publish"])
-def test_gc_sees_what_is_claimed_during_its_grace(store, tmp_path, monkeypatch, how):
+def test_gc_sees_what_is_claimed_during_its_grace(store, tmp_path, monkeypatch, how, put, publish):
     ref = put(store, "wanted")
     if how != "publish":
         publish(store, "m", ref)
@@ -229,7 +148,7 @@ def test_gc_sees_what_is_claimed_during_its_grace(store, tmp_path, monkeypatch, 
         one.__exit__(None, None, None)
 
 
-def test_gc_asks_again_before_each_batch(store, monkeypatch):
+def test_gc_asks_again_before_each_batch(store, monkeypatch, put):
     refs = [put(store, number) for number in range(6)]
     monkeypatch.setattr(upkeep, "BATCH", 2)
     real, claims, batches = upkeep.changing, [], []
@@ -248,7 +167,7 @@ def test_gc_asks_again_before_each_batch(store, monkeypatch):
     claims[0].__exit__(None, None, None)
 
 
-def test_no_lease_comes_between_reading_them_and_removing(store, monkeypatch):
+def test_no_lease_comes_between_reading_them_and_removing(store, monkeypatch, put):
     ref, real, found = put(store, "wanted"), upkeep.files.remove, []
 
     def build():
@@ -270,7 +189,7 @@ def test_no_lease_comes_between_reading_them_and_removing(store, monkeypatch):
 
 
 @pytest.mark.parametrize("what", ["manifest", "run", "run without manifests", "lease"])
-def test_gc_removes_nothing_while_a_record_in_use_is_damaged(store, tmp_path, what):
+def test_gc_removes_nothing_while_a_record_in_use_is_damaged(store, tmp_path, what, put, publish):
     ref, orphan = put(store, "wanted"), put(store, "orphan")
     publish(store, "m", ref)
     record_run(store, tmp_path, "m")
@@ -285,7 +204,7 @@ def test_gc_removes_nothing_while_a_record_in_use_is_damaged(store, tmp_path, wh
     assert there(store, ref, orphan) == [True, True]
 
 
-def test_an_expired_manifest_may_be_damaged_and_goes(store):
+def test_an_expired_manifest_may_be_damaged_and_goes(store, publish):
     publish(store, "m")
     path = store.manifest_path("cache", digest("m"))
     path.write_text("{")
@@ -321,7 +240,7 @@ def test_gc_clears_litter_and_leaves_live_writers_and_quarantine_alone(store):
     assert all(path.exists() for path in kept)
 
 
-def test_gc_follows_no_link_out_of_the_store(store, tmp_path):
+def test_gc_follows_no_link_out_of_the_store(store, tmp_path, put):
     outside = Store(tmp_path / "outside")
     ref = put(outside, "mine")
     store.root.mkdir()
@@ -332,19 +251,7 @@ def test_gc_follows_no_link_out_of_the_store(store, tmp_path):
     assert outside.get("latents", ref.key)
 
 
-def test_stats_count_and_size_by_kind_and_stage(store):
-    refs = [put(store, number) for number in range(3)]
-    one = put(store, 0, kind="captions")
-    publish(store, "m", *refs), publish(store, "n", one)
-    found = stats(store)
-    assert found.kinds == {
-        "captions": KindStats(1, one.size_bytes),
-        "latents": KindStats(3, sum(ref.size_bytes for ref in refs)),
-    }
-    assert found.manifests == {"cache": 2}
-
-
-def test_an_empty_or_absent_store_is_sound(store):
+def test_an_empty_or_absent_store_is_sound(store, check):
     assert check(store) == upkeep.VerifyReport(0, (), (), ())
     assert collect(store) == upkeep.GcReport((), 0, 0)
     assert stats(store).kinds == {}

@@ -1,6 +1,5 @@
 """The thread beside a run: what ends it how, and that no failure of the tracker reaches the run."""
 
-import json
 import os
 import signal
 import subprocess
@@ -16,83 +15,10 @@ from lib.config import parse
 from lib.errors import Problem, Stopped
 from lib.events import Events
 from lib.files import StorageFailed
-from lib.tracking import close_parent, follower, following, parent_run
-from lib.tracking.journal import Journal, TrackerFailed
-from lib.tracking.server import Server
+from lib.tracking import follower, following
+from lib.tracking.journal import Journal
 
-CHECKOUT = Path(__file__).resolve().parents[2]
-
-
-class FakeServer(Server):
-    """A store in memory that notes the thread of every call; `fails` raises, `hangs` waits."""
-
-    def __init__(self):
-        self.store = "fake"
-        self.calls, self.points, self.ended = [], [], None
-        self.fails, self.hangs = 0, None
-
-    def _answer(self, name, /, *args, **named):
-        self.calls.append((name, threading.current_thread()))
-        if self.hangs is not None:
-            self.hangs.wait(60)
-        if self.fails > 0:
-            self.fails -= 1
-            raise TrackerFailed(Problem("http://fake", "refused"))
-        if name == "log":
-            self.points += args[1]
-        if name == "end_run":
-            self.ended = named["status"]
-        return {"create_run": "id", "open_run": True, "last_steps": {}}.get(name)
-
-
-def _answering(name):
-    return lambda self, *args, **named: self._answer(name, *args, **named)
-
-
-for _name in [name for name in vars(Server) if not name.startswith("_")]:
-    setattr(FakeServer, _name, _answering(_name))
-
-
-@pytest.fixture
-def fake(monkeypatch):
-    server = FakeServer()
-    monkeypatch.setattr(follower, "Server", lambda *_address: server)
-    monkeypatch.setattr(follower, "POLL_SECONDS", 0.02)
-    monkeypatch.setattr(follower, "FIRST_WAIT_SECONDS", 0.02)
-    monkeypatch.setattr(follower, "LONGEST_WAIT_SECONDS", 0.05)
-    return server
-
-
-@pytest.fixture
-def configured(valid):
-    def configure(uri="http://127.0.0.1:1", **changes):
-        named = {f"tracker.{name}": value for name, value in changes.items()}
-        tracker = {"tracker.name": "mlflow", "tracker.uri": uri, "tracker.experiment": "darkroom"}
-        return parse(valid({**tracker, **named}))
-
-    return configure
-
-
-@pytest.fixture
-def followed(tmp_path, configured):
-    """Runs a body while its folder is followed; returns the warnings and the folder."""
-    folder = tmp_path / "outputs" / "run"
-
-    def run(body=lambda events: None, **options):
-        events = Events(stage="train")
-        events.attach(folder / "events.jsonl")
-        try:
-            with following(folder, configured(), events=events, **options):
-                for step in (1, 2, 3):
-                    events.metric(step, loss=0.5 / step)
-                body(events)
-        finally:
-            lines = (folder / "events.jsonl").read_text().splitlines()
-            run.warnings = [e["text"] for e in map(json.loads, lines) if e["kind"] == "warning"]
-        return run
-
-    run.folder = folder
-    return run
+CHECKOUT = Path(__file__).resolve().parents[3]
 
 
 def raising(error):
@@ -100,13 +26,6 @@ def raising(error):
         raise error
 
     return body
-
-
-def until(condition):
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def steps(server):
@@ -162,7 +81,7 @@ def test_a_handler_of_somebody_else_stays(fake, followed):
     assert fake.ended == "FINISHED"
 
 
-def test_events_are_sent_while_the_run_goes_on_and_never_from_its_thread(fake, followed):
+def test_events_are_sent_while_the_run_goes_on_and_never_from_its_thread(fake, followed, until):
     def body(events):
         until(lambda: steps(fake) == [1, 2, 3])
         events.metric(4, loss=0.1)
@@ -175,7 +94,7 @@ def test_events_are_sent_while_the_run_goes_on_and_never_from_its_thread(fake, f
     assert all(thread.daemon for _, thread in fake.calls)
 
 
-def test_a_tracker_that_fails_at_times_is_one_warning_and_misses_nothing(fake, followed):
+def test_a_tracker_that_fails_at_times_is_one_warning_and_misses_nothing(fake, followed, until):
     fake.fails = 4
     followed(lambda _events: until(lambda: steps(fake) == [1, 2, 3]))
     assert len(followed.warnings) == 1
@@ -183,7 +102,7 @@ def test_a_tracker_that_fails_at_times_is_one_warning_and_misses_nothing(fake, f
     assert (fake.ended, steps(fake)) == ("FINISHED", [1, 2, 3])
 
 
-def test_a_tracker_that_always_fails_is_one_warning_and_the_end_is_noted(fake, followed):
+def test_a_tracker_that_always_fails_is_one_warning_and_the_end_is_noted(fake, followed, until):
     fake.fails = 10**9
     followed(lambda _events: until(lambda: len(fake.calls) > 3))
     assert len(followed.warnings) == 1
@@ -191,7 +110,7 @@ def test_a_tracker_that_always_fails_is_one_warning_and_the_end_is_noted(fake, f
     assert (progress.status, progress.sent, progress.offset) == ("FINISHED", False, 0)
 
 
-def test_a_tracker_that_hangs_delays_the_end_and_nothing_else(fake, followed, monkeypatch):
+def test_a_tracker_that_hangs_delays_the_end_and_nothing_else(fake, followed, monkeypatch, until):
     monkeypatch.setattr(follower, "END_SECONDS", 0.2)
     fake.hangs = threading.Event()
     started = time.monotonic()
@@ -215,7 +134,7 @@ def test_a_journal_that_cannot_be_written_is_a_warning(fake, followed, monkeypat
     assert "No space left" in followed.warnings[0]
 
 
-def test_a_resumed_run_is_running_again_until_it_ends(fake, followed):
+def test_a_resumed_run_is_running_again_until_it_ends(fake, followed, until):
     with pytest.raises(KeyboardInterrupt):
         followed(raising(KeyboardInterrupt()))
     seen = []
@@ -230,7 +149,7 @@ def test_a_resumed_run_is_running_again_until_it_ends(fake, followed):
     assert fake.ended == "FINISHED"
 
 
-def test_the_start_of_a_run_sends_what_an_earlier_one_left(fake, followed):
+def test_the_start_of_a_run_sends_what_an_earlier_one_left(fake, followed, until):
     other = followed.folder.with_name("earlier")
     Events(stage="train", _path=other / "events.jsonl").metric(7, loss=0.25)
     Journal(other).update(status="FAILED")
@@ -273,60 +192,3 @@ def test_a_hanging_tracker_keeps_no_process_alive(tmp_path):
     command = [sys.executable, "-c", textwrap.dedent(script)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
-
-
-def test_a_sweep_has_a_parent_and_its_runs_are_its_children(
-    configured, mlflow_store, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(follower, "END_SECONDS", 120.0)
-    config = configured(mlflow_store)
-    parent = parent_run(config, "sweep-1")
-    assert parent
-    events = Events(stage="train")
-    events.attach(tmp_path / "child" / "events.jsonl")
-    with following(tmp_path / "child", config, events=events, parent=parent):
-        events.metric(1, loss=0.5)
-    assert close_parent(config, parent, status="FINISHED")
-    server = Server(mlflow_store, "darkroom")
-    found = {run.info.run_id: run for run in server._client.search_runs([server._experiment])}
-    (child,) = [run for run in found.values() if run.info.run_id != parent]
-    assert child.data.tags["mlflow.parentRunId"] == parent
-    assert found[parent].info.status == "FINISHED"
-    assert found[parent].info.run_name == "sweep-1"
-    assert found[parent].info.start_time > 1_600_000_000_000
-
-
-def test_a_sweep_without_an_answer_has_no_parent(configured, valid, monkeypatch):
-    assert parent_run(parse(valid()), "sweep") is None
-    assert parent_run(configured("http://127.0.0.1:1"), "sweep") is None
-    assert not close_parent(configured("http://127.0.0.1:1"), "id", status="FAILED")
-    hanging = threading.Event()
-    monkeypatch.setattr(follower, "END_SECONDS", 0.1)
-    monkeypatch.setattr(follower, "PARENT_SECONDS", 0.1)
-
-    def hang(*_address):
-        hanging.wait(60)
-        raise TrackerFailed(Problem("http://fake", "no answer"))
-
-    monkeypatch.setattr(follower, "Server", hang)
-    assert parent_run(configured(), "sweep") is None
-    hanging.set()
-
-
-@pytest.mark.parametrize(
-    ("changes", "subject"),
-    [
-        ({"uri": "file:./mlruns"}, "tracker.uri=file:./mlruns"),
-        ({"uri": None}, "tracker.uri=None"),
-        ({"experiment": " "}, "tracker.experiment= "),
-        ({"name": "wandb"}, "tracker.name=wandb"),
-        ({"name": "none", "experiment": None}, "tracker.uri=http://127.0.0.1:1"),
-        ({"name": "none", "uri": None}, "tracker.experiment=darkroom"),
-    ],
-)
-def test_a_tracker_that_cannot_be_is_refused(configured, changes, subject):
-    from lib.errors import InputRefused
-
-    with pytest.raises(InputRefused) as refused:
-        configured(**{"uri": "http://127.0.0.1:1", **changes})
-    assert [problem.subject for problem in refused.value.problems] == [subject]

@@ -1,0 +1,107 @@
+"""What looks at a run beside its steps: the held-out loss, and grids drawn while it trains."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from lib.batches import Records, slots_of
+from lib.buckets import Bucket
+from lib.drawing import GridRequest, Sampler
+from lib.events import Events
+from lib.family import Family
+from lib.hub import Base
+from lib.keys import digest
+from lib.runs import Claim
+from lib.schema import Config
+from lib.store import Manifest, Store
+from lib.training.previews import Previews
+from lib.training.step import Trainer
+from lib.training.validation import HeldOut, Validator, fixed_draws
+
+Upstream = Mapping[str, Manifest]
+
+
+@dataclass(frozen=True)
+class Watch:
+    """Called after every step; what is switched off is None."""
+
+    config: Config
+    total_steps: int
+    validator: Validator | None
+    previews: Previews | None
+
+    def __call__(self, step: int) -> None:
+        every = self.config.validation.every
+        if self.validator and (step % every == 0 or step == self.total_steps):
+            self.validator.measure(step)
+        if self.previews and step and step % self.config.sample.every == 0:
+            self.previews.ask(step)
+
+    def held_out(self) -> dict[str, str]:
+        """How the held-out loss changed over the run."""
+        return self.validator.summary() if self.validator else {}
+
+
+@contextmanager
+def watching(
+    trainer: Trainer,
+    claim: Claim,
+    config: Config,
+    base: Base,
+    *,
+    prompts: tuple[str, ...],
+    upstream: Upstream,
+    store: Store,
+    events: Events,
+    total_steps: int,
+) -> Iterator[Watch]:
+    """A watch for the block; leaving it waits for the grids, unless the run failed."""
+    validator = previews = None
+    if config.validation.fraction:
+        held_out = make_held_out(config, trainer.family, upstream, store)
+        validator = Validator(trainer, held_out, claim.folder, events)
+    if config.sample.every:
+        request = make_request(prompts, upstream)
+        sampler = Sampler(config, trainer.family, base, request, store)
+        previews = Previews(trainer, sampler, folder=claim.folder / "samples", events=events)
+    try:
+        yield Watch(config, total_steps, validator, previews)
+        if previews:
+            previews.finish()
+    finally:
+        if previews:
+            previews.close()
+
+
+def make_held_out(config: Config, family: Family, upstream: Upstream, store: Store) -> HeldOut:
+    """The fixed draws over the held-out pictures, each once whatever its repeats."""
+    prepared = upstream["prepare_dataset"].payload
+    captions, latents = upstream["encode_captions"].payload, upstream["build_latent_cache"].payload
+    samples = [{**sample, "repeats": 1} for sample in prepared["held_out"]]
+    slots = slots_of(
+        samples,
+        buckets={image["image_key"]: Bucket(*image["bucket"]) for image in prepared["images"]},
+        latents=latents["variants"],
+        captions={s["caption"]: captions["texts"][digest(s["caption"])] for s in samples},
+    )
+    draws = fixed_draws(slots, num_draws=config.validation.num_draws, shift=config.timesteps.shift)
+    return HeldOut(
+        draws=tuple(draws),
+        family=family,
+        records=Records(store, max_bytes=config.latents.max_bytes),
+        constants=latents["constants"],
+        batch_size=config.trainer.micro_batch or config.trainer.batch_size,
+    )
+
+
+def make_request(prompts: tuple[str, ...], upstream: Upstream) -> GridRequest:
+    """What the grids show; the texts' records come from the store."""
+    texts = upstream["encode_captions"].payload
+    return GridRequest(
+        prompts=prompts,
+        captions=tuple(texts["texts"][digest(prompt)] for prompt in prompts),
+        unconditional=texts["unconditional"],
+        constants=upstream["build_latent_cache"].payload["constants"],
+    )
