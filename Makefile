@@ -24,7 +24,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@mv $(HALF) $@
 
 demo: install ## run the whole graph on the shipped pictures, on a CPU; says where adapter and pictures are
-	@$(BIN)/python -m stages.sample family=flux family.base=tiny
+	@$(BIN)/python -m stages.sample +experiment=flux_emoji_smoke
 
 ui: install ## show the record of all runs in a browser; the first use installs MLflow's pages
 	@$(BIN)/python -c "import flask" 2>/dev/null || $(BIN)/python -m pip install --quiet -e '.[ui]' -c constraints.txt

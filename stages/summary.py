@@ -42,6 +42,8 @@ class Summary:
                 yield f"{title:<10}{', '.join(stages)}"
         for stage, place in self.places.items():
             yield f"{stage:<10}{place}"
+            if stage == "train":
+                yield f"{'loss':<10}{place}/loss.png"
         for name, change in self.held_out.items():
             yield f"{name:<18}{change}"
         if self.decisions:

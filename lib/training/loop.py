@@ -49,6 +49,13 @@ class Progress:
         else:
             self.samples_timed += num_samples
 
+    def aside(self, action: Callable[[int], None], step: int) -> None:
+        """Do something that is no training, whose time the rate does not count."""
+        begun = perf_counter()
+        action(step)
+        if self.clock is not None:
+            self.clock += perf_counter() - begun
+
     @property
     def samples_per_second(self) -> float | None:
         if self.clock is None or not self.samples_timed:
@@ -89,7 +96,7 @@ def train(
         events.progress(done, total_steps, unit="steps")
         if done % config.trainer.save_every == 0 or done == total_steps:
             _save(trainer, done, progress, folder=folder, train_key=train_key)
-        after_step(done)
+        progress.aside(after_step, done)
     return Finished(steps, last_loss=loss, samples_per_second=progress.samples_per_second)
 
 

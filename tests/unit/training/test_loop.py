@@ -84,10 +84,15 @@ def test_the_rate_given_is_the_rate_that_moves_the_weights(make_trainer, make_st
 
 
 def test_the_first_step_is_outside_the_speed(make_trainer, make_step, run, monkeypatch):
-    times = iter([100.0] + [100.0 + 2 * n for n in range(1, 50)])
-    monkeypatch.setattr(loop, "perf_counter", lambda: next(times))
-    seen = []
-    run(make_trainer(), map(make_step, range(3)), events=Events(sinks=(seen.append,)))
+    now, seen = [100.0], []
+    monkeypatch.setattr(loop, "perf_counter", lambda: now[0])
+
+    def steps():
+        for number in range(3):
+            now[0] += 2
+            yield make_step(number)
+
+    run(make_trainer(), steps(), events=Events(sinks=(seen.append,)))
     speeds = [event.data.get("samples_per_second") for event in seen if event.kind == "metric"]
     assert speeds == [None, 3.0, 3.0]  # 6 samples in 2 seconds, 12 in 4
 
@@ -159,3 +164,20 @@ def test_a_loss_that_is_not_finite_stops_the_run_with_step_sigmas_and_samples(
         assert torch.equal(parameter, kept[name])
     steps = [json.loads(line).get("step") for line in path.read_text().splitlines()]
     assert max(step for step in steps if step) == 3
+
+
+def test_what_is_done_beside_the_steps_does_not_count_in_the_rate(monkeypatch):
+    """A step takes a second of this clock, and looking at the run a hundred."""
+    now = [0.0]
+    monkeypatch.setattr(loop, "perf_counter", lambda: now[0])
+
+    def look(_step):
+        now[0] += 100
+
+    progress = loop.Progress(num_samples_seen=0)
+    for step in range(1, 5):
+        now[0] += 1
+        progress.add(6)
+        progress.aside(look, step)
+    assert progress.samples_per_second == pytest.approx(6.0)
+    assert progress.num_samples_seen == 24
