@@ -74,18 +74,22 @@ def test_looking_more_often_or_less_moves_no_bit_of_the_adapter(ensure, results_
     assert made[0] == made[1]
 
 
-def test_the_loss_is_the_plain_mean_square_over_the_drawn_levels(losses, ensure, configure, base):
-    """A plain restatement: the adapter as exported, one draw at a time, no batches."""
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_the_loss_is_the_plain_mean_square_over_the_drawn_levels(
+    losses, ensure, configure, dropout
+):
+    """A plain restatement: the adapter as left, one draw at a time, no batches, no dropout."""
     from lib import adapter, runs, tensors
     from lib.pipeline import graph
     from lib.records import from_stored
     from lib.training.validation import fixed_draws
     from lib.training.watching import make_held_out
 
-    found, folder = losses("trainer.max_steps=3")
-    config = configure(*HELD_OUT, "trainer.max_steps=3")
+    overrides = ("trainer.max_steps=3", f"adapter.dropout={dropout}")
+    found, folder = losses(*overrides)
+    config = configure(*HELD_OUT, *overrides)
     stages = ("prepare_dataset", "encode_captions", "build_latent_cache")
-    upstream = {stage: ensure(stage, *HELD_OUT, "trainer.max_steps=3") for stage in stages}
+    upstream = {stage: ensure(stage, *HELD_OUT, *overrides) for stage in stages}
     opened = graph.open_inputs(config)
     held_out = make_held_out(config, opened.family, upstream, opened.store)
     assert list(held_out.draws) == fixed_draws(
@@ -99,6 +103,7 @@ def test_the_loss_is_the_plain_mean_square_over_the_drawn_levels(losses, ensure,
         injected = adapter.inject(denoiser, config.adapter, seed=0)
         state = from_stored(tensors.decode((folder / file).read_bytes()).tensors)
         adapter.load_state_dict(injected.parameters, state)
+        denoiser.eval()
         values = []
         for draw in held_out.draws:
             mean = held_out.records("latents", draw.slot.latents[0])["mean"][None]
