@@ -31,7 +31,7 @@ ui: install ## show the record of all runs in a browser; the first use installs 
 	@MLFLOW_DISABLE_TELEMETRY=true $(BIN)/mlflow ui --host 127.0.0.1 --backend-store-uri sqlite:///mlflow.db
 
 test: lint ## format, lint, contracts, types, tests
-	@$(BIN)/python -m pytest -q -n auto
+	@$(BIN)/python -m pytest -q -n auto --dist worksteal
 
 lint: install ## everything that `make test` checks without running the code
 	@$(BIN)/ruff format --check --quiet . || { echo "not formatted; run make format"; exit 1; }

@@ -139,7 +139,9 @@ def test_torchrun_with_two_processes_is_one_refusal_of_both_and_leaves_nothing(t
         "refused: 1 problem\n  WORLD_SIZE=2: one run on several processes is not built yet; allowed: 1; "
         "start with `python -m`, or `torchrun --nproc-per-node 1`"
     ]
-    assert set(re.findall(r"exitcode *: (-?\d+)", errors)) == {"2"}
+    codes = set(re.findall(r"exitcode *: (-?\d+)", errors))
+    assert "2" in codes
+    assert codes <= {"2", "-15"}  # torchrun stops a process whose sibling has ended
     assert left(tmp_path) == set()
 
 

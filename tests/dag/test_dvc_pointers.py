@@ -60,7 +60,7 @@ def test_a_stage_is_refused_when_its_settings_are_not_those_that_dvc_saw(configu
         pointers.check_settings("train", configure("optimizer.lr=1"))
 
 
-TEXTS = {
+OTHERS = {
     "captions.dtype": "bf16",
     "latents.dtype": "bf16",
     "precision.mode": "bf16",
@@ -70,6 +70,7 @@ TEXTS = {
     "optimizer.name": "another",
     "lr_schedule.name": "cosine",
     "sample.negative_prompt": "blurred",
+    "validation.fraction": 0.5,
 }
 
 
@@ -79,8 +80,8 @@ def changed(config, setting: str):
 
     *groups, name = setting.split(".")
     value = value_of(config, setting)
-    if setting in TEXTS:
-        other = TEXTS[setting]
+    if setting in OTHERS:
+        other = OTHERS[setting]
     elif isinstance(value, bool):
         other = not value
     elif isinstance(value, list):
@@ -109,7 +110,7 @@ def test_no_setting_enters_a_key_without_its_stage_or_one_upstream_showing_it_to
     keys, shown = seen(config)
     moved = set()
     for setting, value in settings_of(config):
-        free_text = isinstance(value, str | None) and setting not in TEXTS
+        free_text = isinstance(value, str | None) and setting not in OTHERS
         if free_text or setting.startswith("family."):
             continue
         new_keys, new_shown = seen(changed(config, setting))
