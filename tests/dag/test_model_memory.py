@@ -17,7 +17,7 @@ def test_no_model_of_a_stage_is_left_when_its_memory_is_given_back(ensure, monke
     from lib import device
     from lib.families import flux
 
-    loaded, left = [], []
+    loaded, left, given_back = [], [], []
     load = getattr(flux, LOADERS[stage])
 
     def noting(*args, **options):
@@ -27,10 +27,12 @@ def test_no_model_of_a_stage_is_left_when_its_memory_is_given_back(ensure, monke
 
     def release():
         gc.collect()
+        given_back.append(len(loaded))
         left.extend(ref for ref in loaded if ref() is not None)
 
     monkeypatch.setattr(flux, LOADERS[stage], noting)
     monkeypatch.setattr(device, "release", release)
     ensure(stage)
     assert loaded
+    assert given_back[-1] == len(loaded), "nothing was given back after the last load"
     assert left == []
