@@ -66,11 +66,16 @@ def inject(denoiser: Any, config: AdapterConfig, *, seed: int) -> Injected:
     matches = check_targets(denoiser, config.targets)
     with torch.random.fork_rng(devices=[]):  # PEFT draws too; its numbers are replaced below
         denoiser.add_adapter(peft_config(config), adapter_name=ADAPTER)
-    parameters = {n: p for n, p in denoiser.named_parameters() if "lora_" in n}
+    parameters = parameters_of(denoiser)
     for name, parameter in parameters.items():
         parameter.data = _initial(name, tuple(parameter.shape), config, seed).to(parameter.device)
         parameter.requires_grad_(True)
     return Injected(parameters=parameters, matches=matches)
+
+
+def parameters_of(denoiser: Any) -> dict[str, torch.nn.Parameter]:
+    """The adapter's parameters by PEFT's names."""
+    return {n: p for n, p in denoiser.named_parameters() if "lora_" in n}
 
 
 def _initial(name: str, shape: tuple[int, ...], config: AdapterConfig, seed: int) -> torch.Tensor:

@@ -52,7 +52,7 @@ class Sampler:
         self, denoiser: Any, *, each_step: Callable[[], None] = lambda: None
     ) -> Iterator[torch.Tensor]:
         """Final latents of each prompt; the noise depends on the prompt's place and the seed."""
-        sigmas = self._sigmas()
+        sigmas, unconditional = self._sigmas(), self._unconditional()
         for row, caption in enumerate(self.request.captions):
             yield euler(
                 self.family,
@@ -61,7 +61,7 @@ class Sampler:
                 conditioning=self._conditioning(caption),
                 sigmas=sigmas,
                 guidance=self.config.sample.guidance,
-                unconditional=self._unconditional(),
+                unconditional=unconditional,
                 each_step=each_step,
             )
 

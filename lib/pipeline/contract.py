@@ -8,7 +8,7 @@ from typing import Any
 from lib.events import Events
 from lib.family import Family
 from lib.hub import Base
-from lib.keys import file_digest
+from lib.keys import digest, file_digest
 from lib.schema import Config, value_of
 from lib.store import Damaged, EntryRef, Manifest, Store
 from lib.verify import EntriesDamaged, verify_entries
@@ -62,6 +62,21 @@ def prompts_of(config: Config, prepared: Mapping[str, Any]) -> list[str]:
     captions = list(dict.fromkeys(held_out)) or prepared["captions"]
     count = min(NUM_PROMPTS, len(captions))
     return [captions[place * len(captions) // count] for place in range(count)]
+
+
+def grid_entries(config: Config, upstream: Mapping[str, Manifest]) -> dict[str, Any]:
+    """What a grid is drawn with: prompts, their entry keys, that of the other branch's text."""
+    prompts = prompts_of(config, upstream["prepare_dataset"].payload)
+    texts = upstream["encode_captions"].payload
+    negative = config.sample.negative_prompt
+    return {
+        "prompts": tuple(prompts),
+        "captions": tuple(texts["texts"][digest(prompt)] for prompt in prompts),
+        "unconditional": texts["unconditional"]
+        if negative is None
+        else texts["texts"][digest(negative)],
+        "constants": upstream["build_latent_cache"].payload["constants"],
+    }
 
 
 def lookup(store: Store, planned: Manifest) -> Manifest | None:

@@ -8,9 +8,16 @@ from typing import Any
 from lib import files, runs
 from lib.events import Events
 from lib.files import user_path
-from lib.keys import digest
 from lib.leases import lease
-from lib.pipeline.contract import Inputs, StagePlan, chosen, file_record, files_of, prompts_of
+from lib.pipeline.contract import (
+    Inputs,
+    StagePlan,
+    chosen,
+    file_record,
+    files_of,
+    grid_entries,
+    prompts_of,
+)
 from lib.recipes import sample_key
 from lib.schema import Config
 from lib.store import Manifest, Store
@@ -25,13 +32,11 @@ def plan(config: Config, inputs: Inputs, store: Store) -> StagePlan:
     prompts = prompts_of(config, inputs.upstream["prepare_dataset"].payload)
     if not {"encode_captions", "build_latent_cache", "export"} <= inputs.upstream.keys():
         return StagePlan(STAGE, None, False, len(prompts), len(prompts), 0, settings)
-    texts = inputs.upstream["encode_captions"].payload
-    negative = config.sample.negative_prompt
-    empty = texts["unconditional"] if negative is None else texts["texts"][digest(negative)]
+    entries = grid_entries(config, inputs.upstream)
     key = sample_key(
         export=inputs.upstream["export"].key,
-        captions=[texts["texts"][digest(prompt)] for prompt in prompts],
-        unconditional=empty,
+        captions=entries["captions"],
+        unconditional=entries["unconditional"],
         autoencoder=inputs.base.identity(inputs.family.FACTS.autoencoder),
         targets=_target_keys(prompts, inputs),
         settings=settings,
@@ -88,13 +93,7 @@ def _draw(
     from lib.sheets import square_pictures
 
     prepared = inputs.upstream["prepare_dataset"].payload
-    prompts = prompts_of(config, prepared)
-    request = GridRequest(
-        prompts=tuple(prompts),
-        captions=tuple(planned.inputs["captions"]),
-        unconditional=planned.inputs["unconditional"],
-        constants=inputs.upstream["build_latent_cache"].payload["constants"],
-    )
+    request = GridRequest(**grid_entries(config, inputs.upstream))
     exported = inputs.upstream["export"].payload["files"]
     root, side = user_path(config.dataset.root), config.buckets.resolution
     return draw_grid(

@@ -10,7 +10,7 @@ from lib.events import Events
 from lib.files import user_path
 from lib.keys import Key, digest
 from lib.leases import lease
-from lib.pipeline.contract import BASE, Inputs, StagePlan, chosen, entry_keys, prompts_of
+from lib.pipeline.contract import BASE, Inputs, StagePlan, chosen, entry_keys, grid_entries
 from lib.recipes import train_key
 from lib.schema import Config
 from lib.store import Manifest, Store
@@ -77,6 +77,7 @@ def _train(
     events: Events,
 ) -> None:
     from lib.device import release
+    from lib.drawing import GridRequest
     from lib.training.session import train_run
 
     keys = {made.stage: made.key for made in (*inputs.upstream.values(), planned.known())}
@@ -96,7 +97,7 @@ def _train(
             store=store,
             events=events,
             total_steps=planned.total,
-            prompts=tuple(prompts_of(config, inputs.upstream["prepare_dataset"].payload)),
+            request=GridRequest(**grid_entries(config, inputs.upstream)),
         )
         release()  # now that no name holds the denoiser
         speed = finished.samples_per_second

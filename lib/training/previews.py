@@ -45,7 +45,7 @@ class Previews:
         self._folder = folder
         self._events = events
         self._twin = twin_of(trainer.denoiser)
-        self._parameters = {n: p for n, p in self._twin.named_parameters() if "lora_" in n}
+        self._parameters = adapter.parameters_of(self._twin)
         self._autoencoder: Any = None
         self._cancelled = Event()
         self._drawn: list[Future[None]] = []

@@ -10,6 +10,7 @@ from lib import adapter, ema, files, tensors
 from lib.batches import Assembler, Plan, Records, ahead, slots_of
 from lib.buckets import Bucket
 from lib.device import pick_device, without_cudnn_attention
+from lib.drawing import GridRequest
 from lib.errors import Problem, StateRefused
 from lib.events import Events
 from lib.family import Family
@@ -38,7 +39,7 @@ def train_run(
     store: Store,
     events: Events,
     total_steps: int,
-    prompts: tuple[str, ...] = (),
+    request: GridRequest,
 ) -> Finished:
     """Train to `total_steps` and leave the adapter in the run's folder."""
     trainer = make_trainer(config, family, base, events)
@@ -51,7 +52,7 @@ def train_run(
         claim,
         config,
         base,
-        prompts=prompts,
+        request=request,
         upstream=upstream,
         store=store,
         events=events,

@@ -51,7 +51,7 @@ def watching(
     config: Config,
     base: Base,
     *,
-    prompts: tuple[str, ...],
+    request: GridRequest,
     upstream: Upstream,
     store: Store,
     events: Events,
@@ -63,7 +63,6 @@ def watching(
         held_out = make_held_out(config, trainer.family, upstream, store)
         validator = Validator(trainer, held_out, claim.folder, events)
     if config.sample.every:
-        request = make_request(prompts, upstream)
         sampler = Sampler(config, trainer.family, base, request, store)
         previews = Previews(trainer, sampler, folder=claim.folder / "samples", events=events)
     try:
@@ -93,15 +92,4 @@ def make_held_out(config: Config, family: Family, upstream: Upstream, store: Sto
         records=Records(store, max_bytes=config.latents.max_bytes),
         constants=latents["constants"],
         batch_size=config.trainer.micro_batch or config.trainer.batch_size,
-    )
-
-
-def make_request(prompts: tuple[str, ...], upstream: Upstream) -> GridRequest:
-    """What the grids show; the texts' records come from the store."""
-    texts = upstream["encode_captions"].payload
-    return GridRequest(
-        prompts=prompts,
-        captions=tuple(texts["texts"][digest(prompt)] for prompt in prompts),
-        unconditional=texts["unconditional"],
-        constants=upstream["build_latent_cache"].payload["constants"],
     )
