@@ -35,6 +35,17 @@ def hub_cache(tmp_path, monkeypatch):
     return put
 
 
+@pytest.fixture
+def conf(tmp_path, monkeypatch):
+    """A copy of conf/ that a test may change."""
+    from stages import composing
+
+    copy = tmp_path / "conf"
+    shutil.copytree(composing.CONF, copy)
+    monkeypatch.setattr(composing, "CONF", copy)
+    return copy
+
+
 @pytest.fixture(scope="session")
 def empty_mlflow_store(tmp_path_factory):
     """A SQLite file with MLflow's tables, which take it seconds to make."""

@@ -1,6 +1,5 @@
 """The doors as a user meets them: one report for all mistakes, exit codes, nothing left behind."""
 
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +10,6 @@ import stages
 import stages.store
 from lib.errors import DarkroomError, InputRefused, Problem, SamplesFailed, StateRefused, Stopped
 from lib.pipeline.graph import STAGES
-from stages import composing
 from stages.plan import show_plan
 
 CHECKOUT = Path(__file__).resolve().parent.parent
@@ -43,15 +41,6 @@ def cli(tmp_path, monkeypatch, capsys):
         return Done(exit.value.code)
 
     return run
-
-
-@pytest.fixture
-def conf(tmp_path, monkeypatch):
-    """A copy of conf/ that a test may spoil."""
-    copy = tmp_path / "conf"
-    shutil.copytree(composing.CONF, copy)
-    monkeypatch.setattr(composing, "CONF", copy)
-    return copy
 
 
 def _spoil(file, old, new):

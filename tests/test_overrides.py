@@ -36,15 +36,6 @@ def typed(problem):
 
 
 @pytest.fixture
-def conf(tmp_path, monkeypatch):
-    """A copy of conf/ that a test may change."""
-    copy = tmp_path / "conf"
-    shutil.copytree(composing.CONF, copy)
-    monkeypatch.setattr(composing, "CONF", copy)
-    return copy
-
-
-@pytest.fixture
 def swept(tmp_path, monkeypatch):
     """The combinations that Hydra runs one after the other, each noted by a job."""
 

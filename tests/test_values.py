@@ -33,15 +33,6 @@ def refused(*overrides):
 
 
 @pytest.fixture
-def conf(tmp_path, monkeypatch):
-    """A copy of conf/ that a test may change."""
-    copy = tmp_path / "conf"
-    shutil.copytree(composing.CONF, copy)
-    monkeypatch.setattr(composing, "CONF", copy)
-    return copy
-
-
-@pytest.fixture
 def written(tmp_path):
     """A configuration as the files of its run and of DVC hold it."""
 
