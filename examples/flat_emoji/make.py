@@ -15,6 +15,7 @@ import emoji
 from PIL import Image
 
 SIDE = 64
+GROUND = (176, 216, 255)  # pale blue: part of the style, so that one sees at once who learned it
 HERE = Path(__file__).parent
 CODES = """
     1f98a 1f34e 1f989 1f419 1f34c 1f355 1f354 1f680 1f388 1f335 1f33b 1f344 1f427 1f422 1f41d 1f98b
@@ -31,12 +32,12 @@ def caption(code: str) -> str:
 
 
 def picture(path: Path) -> Image.Image:
-    """One emoji on white, SIDE x SIDE, drawn at four times that size."""
+    """One emoji on the ground, SIDE x SIDE, drawn at four times that size."""
     drawn = cairosvg.svg2png(url=str(path), output_width=4 * SIDE, output_height=4 * SIDE)
     with Image.open(io.BytesIO(drawn)) as image:
         rgba = image.convert("RGBA")
-    white = Image.new("RGBA", rgba.size, "white")
-    flat = Image.alpha_composite(white, rgba).convert("RGB")
+    ground = Image.new("RGBA", rgba.size, GROUND)
+    flat = Image.alpha_composite(ground, rgba).convert("RGB")
     return flat.resize((SIDE, SIDE), Image.Resampling.LANCZOS)
 
 

@@ -44,7 +44,7 @@ class Recipe:
 
     autoencoder_steps: int = 3200
     autoencoder_batch: int = 128
-    steps: int = 7600
+    steps: int = 5000
     batch: int = 256
     rate: float = 1e-3
     caption_dropout: float = 0.1
