@@ -23,8 +23,8 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(BIN)/python -m pip install --quiet $(TORCH) -e '.[dev]' -c constraints.txt
 	@mv $(HALF) $@
 
-demo: install ## run the whole graph on the shipped pictures, on a CPU; says where adapter and pictures are
-	@$(BIN)/python -m stages.sample +experiment=flux_emoji_smoke
+demo: install ## teach the shipped small base a style on a CPU, in minutes; ends with a picture
+	@$(BIN)/python -m stages.sample +experiment=flat_style
 
 ui: install ## show the record of all runs in a browser; the first use installs MLflow's pages
 	@$(BIN)/python -c "import flask" 2>/dev/null || $(BIN)/python -m pip install --quiet -e '.[ui]' -c constraints.txt
