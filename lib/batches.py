@@ -29,7 +29,12 @@ class Slot:
     name: str
     bucket: Bucket
     latents: tuple[str, ...]  # entry key of each variant
-    caption: str  # entry key
+    captions: tuple[str, ...]  # entry key of each; one is drawn
+
+    @property
+    def caption(self) -> str:
+        """The first: what stands for the sample where nothing is drawn."""
+        return self.captions[0]
 
 
 @dataclass(frozen=True)
@@ -52,6 +57,16 @@ class Plan:
     @property
     def steps_per_epoch(self) -> int:
         return steps_per_epoch(len(self.slots), batch_size=self.batch_size)
+
+    def first_captions(self) -> dict[str, int]:
+        """For each sample the place of the caption that its first draw takes."""
+        found: dict[str, int] = {}
+        for group in self.groups(0, self.steps_per_epoch):
+            for counter, index in enumerate(group.slots, start=group.first_counter):
+                slot = self.slots[index]
+                where = _Draw(seed=self.seed, counter=counter, sample_id=slot.name)
+                found.setdefault(slot.name, where.caption(slot))
+        return found
 
     def groups(self, start: int, stop: int) -> Iterator[Group]:
         """The groups of steps `start` to `stop`."""
@@ -185,7 +200,8 @@ class Assembler:
         dropped = (
             self.caption_dropout > 0 and where.uniform("caption_dropout") < self.caption_dropout
         )
-        return self.records("captions", self.unconditional if dropped else slot.caption)
+        key = self.unconditional if dropped else slot.captions[where.caption(slot)]
+        return self.records("captions", key)
 
 
 @dataclass(frozen=True)
@@ -210,6 +226,10 @@ class _Draw:
 
     def integer(self, below: int, stream: random.Stream) -> int:
         return random.integer(below, stream=stream, **vars(self))
+
+    def caption(self, slot: Slot) -> int:
+        """The place of the caption drawn; of one caption nothing is drawn."""
+        return self.integer(len(slot.captions), "caption") if len(slot.captions) > 1 else 0
 
     def uniform(self, stream: random.Stream) -> float:
         return random.uniform(stream=stream, **vars(self))
@@ -244,6 +264,7 @@ def slots_of(
     slots = []
     for sample in samples:
         key = sample["image_key"]
-        slot = Slot(sample["name"], buckets[key], tuple(latents[key]), captions[sample["caption"]])
+        texts = tuple(captions[text] for text in sample["captions"])
+        slot = Slot(sample["name"], buckets[key], tuple(latents[key]), texts)
         slots += [slot] * sample["repeats"]
     return tuple(slots)

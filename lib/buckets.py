@@ -97,6 +97,32 @@ def assign(size: Size, *, buckets: Iterable[Bucket]) -> Bucket:
     return min(buckets, key=preference)
 
 
+def enlargement(size: Size, *, bucket: Bucket) -> Fraction:
+    """By how much a picture's sides are multiplied to cover a bucket; above 1 it gets soft."""
+    return max(Fraction(bucket.height, size[0]), Fraction(bucket.width, size[1]))
+
+
+def assign_without_enlarging(
+    size: Size, *, buckets: Iterable[Bucket], step: int, max_aspect: float
+) -> Bucket | None:
+    """As `assign`, among the buckets that a picture covers as it is.
+
+    A picture too small for all of them has a bucket of its own, the largest inside it; None when
+    a side is below one step.
+    """
+    covered = [bucket for bucket in buckets if enlargement(size, bucket=bucket) <= 1]
+    return assign(size, buckets=covered) if covered else _inside(size, step, max_aspect)
+
+
+def _inside(size: Size, step: int, max_aspect: float) -> Bucket | None:
+    short_side, long_side = (side // step * step for side in sorted(size))
+    if not short_side:
+        return None
+    long_side = min(long_side, int(max_aspect * short_side) // step * step)
+    tall = size[0] > size[1]
+    return Bucket(long_side, short_side) if tall else Bucket(short_side, long_side)
+
+
 def _cut(slots: Sequence[int], *, length: int) -> list[tuple[int, ...]]:
     return [tuple(slots[start : start + length]) for start in range(0, len(slots), length)]
 
@@ -124,6 +150,23 @@ def epoch_groups(
     groups += _cut(remainders, length=batch_size)
     order = permutation(len(groups), seed=seed, epoch=epoch, name="groups")
     return tuple(groups[place] for place in order)
+
+
+def slot_weights(counts: Mapping[Bucket, int], *, batch_size: int) -> dict[Bucket, Fraction]:
+    """What a slot of each bucket weighs in an epoch beside one of a whole group, on average.
+
+    A group's loss is a mean, so that the slots of the short one weigh more: here it is the last
+    of the remainders that is short, the same every epoch.
+    """
+    short = sum(counts.values()) % batch_size
+    extra = Fraction(batch_size, short) - 1 if short else Fraction(0)
+    weights: dict[Bucket, Fraction] = {}
+    left = short
+    for bucket in sorted(counts, reverse=True):
+        inside = min(left, counts[bucket] % batch_size)
+        left -= inside
+        weights[bucket] = 1 + extra * Fraction(inside, counts[bucket])
+    return {bucket: weights[bucket] for bucket in sorted(weights)}
 
 
 def micro_batches(

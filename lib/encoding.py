@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import os
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
+from lib.device import release
 from lib.errors import Problem
 from lib.family import Family, Posterior, Record
 from lib.images import Geometry, ImageError, decode, render
@@ -20,7 +23,20 @@ from lib.keys import Key
 from lib.records import to_stored
 from lib.store import Store
 
-THREADS = 2
+MOST_DECODERS = 16
+MOST_CHARS = 200  # of an encoder's own words
+# These very classes: a NotImplementedError is a fault of ours, and a broken device fails all.
+OF_THE_ENCODER = (RuntimeError, torch.OutOfMemoryError)
+
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True)
+class Failed:
+    """Why an item has no record, in the words of a report; the others are tried."""
+
+    why: str
+    remedy: str = ""
 
 
 @dataclass(frozen=True)
@@ -39,45 +55,122 @@ def caption_records(
     *,
     max_length: int,
     batch_size: int,
-) -> Iterator[tuple[str | None, Record]]:
+) -> Iterator[tuple[str | None, Record | Failed]]:
     """Each text with its record; None stands for the unconditional one."""
+
+    def encode(batch: Sequence[str]) -> Sequence[Record]:
+        return family.encode_captions(encoders, batch, max_length=max_length)
+
     captions = [text for text in texts if text is not None]
+    if family.FACTS.caption_rule["mask"] is not None:
+        captions.sort(key=len)  # padded to their batch's longest: alike ones pad least
     for start in range(0, len(captions), batch_size):
-        batch = captions[start : start + batch_size]
-        yield from zip(
-            batch, family.encode_captions(encoders, batch, max_length=max_length), strict=True
-        )
+        yield from _encoded(encode, captions[start : start + batch_size])
     if None in texts:
-        yield None, family.encode_unconditional(encoders, max_length=max_length)
+        alone = [family.encode_unconditional]
+        for _, record in _encoded(lambda one: [one[0](encoders, max_length=max_length)], alone):
+            yield None, record
 
 
 def picture_records(
     family: Family, autoencoder: Any, pictures: Sequence[Picture], *, batch_size: int
-) -> Iterator[tuple[Picture, Record | Problem]]:
-    """Each picture with its posterior, or with what is wrong; one bucket at a time.
+) -> Iterator[tuple[Picture, Record | Failed]]:
+    """Each picture with its posterior, or with what is wrong; one bucket at a time."""
 
-    Decoding and resizing run in threads, one batch ahead of the autoencoder.
-    """
-    with ThreadPoolExecutor(THREADS) as threads:
-        pending = None
-        for batch in _batches(pictures, batch_size):
-            following = (batch, [threads.submit(_pixels, picture) for picture in batch])
-            if pending:
-                yield from _encoded(family, autoencoder, *pending)
-            pending = following
-        if pending:
-            yield from _encoded(family, autoencoder, *pending)
+    def encode(batch: Sequence[tuple[Picture, np.ndarray]]) -> Sequence[Record]:
+        stacked = torch.from_numpy(np.stack([pixels for _, pixels in batch]))
+        posterior = family.encode_images(autoencoder, stacked)
+        return [posterior_record(posterior, row=row) for row in range(len(batch))]
+
+    for batch in _decoded(list(_batches(pictures, batch_size)), batch_size=batch_size):
+        yield from ((p, pixels) for p, pixels in batch if isinstance(pixels, Failed))
+        readable = [(p, pixels) for p, pixels in batch if not isinstance(pixels, Failed)]
+        yield from ((picture, record) for (picture, _), record in _encoded(encode, readable))
+        readable.clear()  # as `_decoded` does with the batch
 
 
 def put_record(
-    store: Store, kind: str, key: Key, record: Record, *, subject: str
+    store: Store, kind: str, key: Key, record: Record | Failed, *, subject: str
 ) -> Problem | None:
-    """Store a record under its key; one that is not finite is a problem of its subject."""
+    """Store a record under its key; one that failed or is not finite is its subject's problem."""
+    if isinstance(record, Failed):
+        return Problem(subject, record.why, remedy=record.remedy)
     try:
         store.put(kind, key.digest, to_stored(record), metadata={}, inputs=key.inputs)
     except ValueError as error:
         return Problem(subject, f"its encoding cannot be stored: {error}")
     return None
+
+
+def look_ahead(batch_size: int) -> int:
+    """How many pictures are decoded, or being decoded, before the encoder has their batch."""
+    return max(batch_size, _decoders())
+
+
+def _decoders() -> int:
+    """A thread for each core that this process may use: Pillow lets go of the interpreter."""
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
+    return min(MOST_DECODERS, cores)
+
+
+def _encoded(
+    encode: Callable[[Sequence[Item]], Sequence[Record]], items: Sequence[Item]
+) -> Iterator[tuple[Item, Record | Failed]]:
+    """Items encoded together; where that fails each alone, so that one costs no other its record.
+
+    Together they may not have fitted in memory, or one of them is bad.
+    """
+    if not items:
+        return
+    found = _tried(encode, items)
+    if not isinstance(found, Failed):
+        yield from zip(items, found, strict=True)
+        return
+    release()  # now that no traceback holds what did not fit
+    if len(items) == 1:
+        yield items[0], found
+        return
+    for item in items:
+        yield from _encoded(encode, [item])
+
+
+def _tried(
+    encode: Callable[[Sequence[Item]], Sequence[Record]], items: Sequence[Item]
+) -> Sequence[Record] | Failed:
+    try:
+        return encode(items)
+    except (RuntimeError, MemoryError) as error:
+        if isinstance(error, RuntimeError) and type(error) not in OF_THE_ENCODER:
+            raise
+        words = f"{type(error).__name__}: {error}".splitlines()[0][:MOST_CHARS]
+        remedy = "the others are kept; free memory of the device, then run again"
+        return Failed(f"could not be encoded ({words})", remedy)
+
+
+def _decoded(
+    batches: Sequence[Sequence[Picture]], *, batch_size: int
+) -> Iterator[list[tuple[Picture, np.ndarray | Failed]]]:
+    """Batches of pixels; threads work on the next pictures while the encoder has one."""
+    rest = (picture for batch in batches for picture in batch)
+    pending: deque[Future[np.ndarray | Failed]] = deque()
+    ready: list[tuple[Picture, np.ndarray | Failed]] = []
+    with ThreadPoolExecutor(_decoders()) as threads:
+
+        def fill() -> None:
+            while len(pending) < look_ahead(batch_size) and (picture := next(rest, None)):
+                pending.append(threads.submit(_pixels, picture))
+
+        try:
+            for batch in batches:
+                fill()
+                ready = [(picture, pending.popleft().result()) for picture in batch]
+                fill()
+                yield ready
+                ready.clear()  # before more is decoded: memory holds so many and no more
+        finally:
+            threads.shutdown(wait=False, cancel_futures=True)
 
 
 def _batches(pictures: Sequence[Picture], size: int) -> Iterator[list[Picture]]:
@@ -89,30 +182,19 @@ def _batches(pictures: Sequence[Picture], size: int) -> Iterator[list[Picture]]:
         yield from (same[start : start + size] for start in range(0, len(same), size))
 
 
-def _pixels(picture: Picture) -> np.ndarray | Problem:
+def _pixels(picture: Picture) -> np.ndarray | Failed:
     """The pixels the denoiser will learn; the bytes must be those that were hashed before."""
     try:
         data = picture.path.read_bytes()
         if hashlib.sha256(data).hexdigest() != picture.image_key:
-            return Problem(str(picture.path), "changed while it was being used", remedy="run again")
+            return Failed("changed while it was being used", remedy="run again")
         return render(decode(data), picture.geometry)
     except OSError as error:
-        return Problem(str(picture.path), f"cannot be read ({error.strerror})")
+        return Failed(f"cannot be read ({error.strerror})")
     except ImageError as error:
-        return Problem(str(picture.path), str(error))
-
-
-def _encoded(
-    family: Family, autoencoder: Any, batch: Sequence[Picture], pending: Sequence[Any]
-) -> Iterator[tuple[Picture, Record | Problem]]:
-    found = {p: future.result() for p, future in zip(batch, pending, strict=True)}
-    yield from ((p, pixels) for p, pixels in found.items() if isinstance(pixels, Problem))
-    readable = {p: pixels for p, pixels in found.items() if not isinstance(pixels, Problem)}
-    if readable:
-        stacked = torch.from_numpy(np.stack(list(readable.values())))
-        posterior = family.encode_images(autoencoder, stacked)
-        for row, picture in enumerate(readable):
-            yield picture, posterior_record(posterior, row=row)
+        return Failed(str(error))
+    except MemoryError:
+        return Failed("does not fit in memory when it is decoded", remedy="free some memory")
 
 
 def posterior_record(posterior: Posterior, *, row: int) -> dict[str, torch.Tensor]:

@@ -1,12 +1,15 @@
 """The one place that writes: atomic publication, exclusive creation, event lines (design 4)."""
 
 import errno
+import hashlib
 import json
 import os
+import platform
 import shutil
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,7 @@ from filelock import FileLock
 
 from lib.errors import DarkroomError, Problem
 
-TEMP_PREFIX = ".tmp-"
+TEMP_PREFIX = ".tmp-"  # then the host, the process and a unique part
 LOCK_SECONDS = 60
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -103,13 +106,18 @@ def locked(path: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        lock.release()
+        with storing(path):
+            lock.release()
 
 
-def touch(path: Path) -> None:
-    """Mark an existing file as used now."""
+def touch(path: Path) -> bool:
+    """Mark a file as used now; False when there is none."""
     with storing(path):
-        os.utime(path)
+        try:
+            os.utime(path)
+        except FileNotFoundError:
+            return False
+    return True
 
 
 def user_path(text: str) -> Path:
@@ -127,7 +135,9 @@ def make_folder(path: Path) -> None:
             os.mkdir(path)
         except FileExistsError:
             if not path.is_dir():
-                raise
+                # Not "exists": that is what an exclusive creation that came second is told.
+                code = errno.ENOTDIR
+                raise NotADirectoryError(code, os.strerror(code), str(path)) from None
         sync_folder(path.parent)
 
 
@@ -150,7 +160,7 @@ def staged_folder(path: Path) -> Iterator[Path]:
     If `path` exists by then, somebody else was first and what was staged is dropped.
     """
     make_folder(path.parent)
-    staged = path.parent / f"{TEMP_PREFIX}{os.getpid()}-{uuid.uuid4().hex}"
+    staged = _temporary(path.parent)
     with storing(staged):
         os.mkdir(staged)
     try:
@@ -164,6 +174,32 @@ def staged_folder(path: Path) -> Iterator[Path]:
                 sync_folder(path.parent)
     finally:
         shutil.rmtree(staged, ignore_errors=True)
+
+
+@cache
+def this_host() -> str:
+    """The world in which process numbers mean something: the host, in a container with its own."""
+    world = ""
+    with suppress(OSError):  # no /proc on macOS
+        world = os.readlink("/proc/self/ns/pid")
+    return f"{platform.node()} {world}".strip()
+
+
+def temporary_prefix(pid: int) -> str:
+    """How the names of a process's temporary files begin, of this host and no other."""
+    host = hashlib.sha256(this_host().encode()).hexdigest()[:8]
+    return f"{TEMP_PREFIX}{host}-{pid}-"
+
+
+def writer_of(name: str) -> int | None:
+    """The process of this host that a temporary file belongs to; None for any other name."""
+    number = name.removeprefix(TEMP_PREFIX).split("-")[1:2]
+    pid = int(number[0]) if number and number[0].isdecimal() else None
+    return pid if pid is not None and name.startswith(temporary_prefix(pid)) else None
+
+
+def _temporary(folder: Path) -> Path:
+    return folder / f"{temporary_prefix(os.getpid())}{uuid.uuid4().hex}"
 
 
 def _sync(path: Path) -> None:
@@ -204,7 +240,7 @@ def _publish(path: Path, data: bytes, *, place: Callable[[Path, Path], None]) ->
     """Write a temporary file beside `path`, sync it, and `place` it there under its name."""
     with storing(path, needed_bytes=len(data)):
         make_folder(path.parent)
-        temporary = path.parent / f"{TEMP_PREFIX}{os.getpid()}-{uuid.uuid4().hex}"
+        temporary = _temporary(path.parent)
         try:
             _write_synced(temporary, data)
             place(temporary, path)

@@ -2,7 +2,6 @@
 
 import json
 import os
-import platform
 import time
 import uuid
 from collections.abc import Iterable, Iterator
@@ -38,7 +37,7 @@ class Lease:
 
     def is_live(self, now: float) -> bool:
         """Whether its process lives; of another host that is believed for a day."""
-        if self.owner.host == platform.node():
+        if self.owner.host == files.this_host():
             return is_alive(self.owner)
         return now - self.time < DAY_SECONDS
 
@@ -53,7 +52,7 @@ class Record:
 
 def this_process() -> Owner:
     """The owner of what this process leases."""
-    return Owner(os.getpid(), platform.node(), _started(os.getpid()) or "")
+    return Owner(os.getpid(), files.this_host(), _started(os.getpid()) or "")
 
 
 def is_alive(owner: Owner) -> bool:
@@ -71,10 +70,16 @@ def lease(store: Store, keys: Iterable[object]) -> Iterator[None]:
     held = sorted(set(map(str, keys)))
     with changing(store):
         files.write_json(path, {**who, "time": time.time(), "keys": held})
+    refused = False
     try:
         yield
+    except files.StorageFailed:
+        # The disk may have kept a temporary file too; its lease is why the next one will look.
+        refused = True
+        raise
     finally:
-        files.remove(path)
+        if not refused:
+            files.remove(path)
 
 
 def changing(store: Store) -> AbstractContextManager[None]:
@@ -99,14 +104,27 @@ def leases(store: Store) -> tuple[Lease, ...]:
 def clear_dead(store: Store, *, now: float) -> tuple[Path, ...]:
     """Remove the leases of processes that died, and the temporary files they left."""
     dead = [one for one in leases(store) if not one.is_live(now)]
-    pids = {one.owner.pid for one in dead if one.owner.host == platform.node()}
-    # A number in use again may be writing; its predecessor's files wait a day for gc.
-    prefixes = tuple(f"{files.TEMP_PREFIX}{pid}-" for pid in pids if _started(pid) is None)
-    left = [path for path in temporaries(store) if path.name.startswith(prefixes)] if dead else []
+    left = [path for path in _searched(store, everywhere=bool(dead)) if is_left(path)]
+    # The leases last: whoever is killed here leaves the next one its reason to look.
     removed = (*left, *(one.path for one in dead))
     for path in removed:
         files.remove(path)
     return removed
+
+
+def _searched(store: Store, *, everywhere: bool) -> Iterator[Path]:
+    """All temporaries, or those in flat folders alone: a lease's own file is under no lease."""
+    if everywhere:
+        return temporaries(store)
+    folders = ("leases", "memory", "runs", "manifests/*")
+    pattern = f"{files.TEMP_PREFIX}*"
+    return (path for folder in folders for path in store.root.glob(f"{folder}/{pattern}"))
+
+
+def is_left(temporary: Path) -> bool:
+    """Whether its writer, of this host, has died; a number in use again waits a day for gc."""
+    pid = files.writer_of(temporary.name)
+    return pid is not None and _started(pid) is None
 
 
 def temporaries(store: Store) -> Iterator[Path]:

@@ -81,6 +81,14 @@ class Memory:
         for shard_path, records in shards.items():
             self._merge(shard_path, records)
 
+    def shard_of(self, name: str) -> str:
+        """Which part of the memory a name is in."""
+        return self._shard_path(name).name
+
+    def forget(self) -> None:
+        """Let go of the parts read so far; they are read again when asked for."""
+        self._shards.clear()
+
     def digest_of(self, path: Path, *, name: str) -> str:
         """SHA-256 of a file, hashed once; of an absent file the last one known, if any."""
         try:

@@ -19,6 +19,7 @@ Stream = Literal[
     "timestep",
     "noise",
     "posterior",
+    "caption",
     "caption_dropout",
     "adapter_init",
     "adapter_dropout",

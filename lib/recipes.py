@@ -16,7 +16,9 @@ SAMPLE_VERSION = 1
 def manifest_key(
     samples: Sequence[Mapping[str, Any]], *, split: Mapping[str, Any] | None = None
 ) -> Key:
-    """The data set: names, image keys, upright sizes, captions, repeats; decode recipe, split."""
+    """The data set: each sample with its name, image key, upright size, captions, repeats and
+    background; decode recipe, split.
+    """
     return make_key("manifest", samples=samples, decode=RECIPE, split=split)
 
 
@@ -26,7 +28,7 @@ def captions_key(texts: Sequence[str]) -> Key:
 
 
 def images_key(images: Sequence[Mapping[str, Any]], *, settings: Mapping[str, Any]) -> Key:
-    """The pictures and how they are cut: bucket settings, divisor, variants, crop seed, flip."""
+    """The pictures, what they are laid over, and how they are cut: bucket settings and the like."""
     return make_key("images", images=images, decode=RECIPE, resize=resize_filter, settings=settings)
 
 

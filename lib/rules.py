@@ -1,6 +1,7 @@
 """What a configuration may hold: ranges, choices, rules across fields, options without effect."""
 
 import math
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,7 @@ SCHEDULES = (
     "polynomial",
 )
 DTYPES = ("fp32", "bf16", "fp16")
+_COLOUR = re.compile("#[0-9a-fA-F]{6}")
 STORES = ("sqlite", "http", "https", "postgresql", "mysql", "mssql")
 
 
@@ -51,9 +53,16 @@ def _choice(setting: str, *choices: str, remedy: str = "") -> Rule:
 
 RULES: tuple[Rule, ...] = (
     _choice("precision.mode", "fp32", "bf16"),
+    Rule("dataset.trigger", lambda v: v is None or _word(v), "words on one line, or null"),
+    Rule("dataset.prefix", lambda v: v is None or v.strip() != "", "a text, or null"),
+    Rule("dataset.background", lambda v: _COLOUR.fullmatch(v) is not None, "#rrggbb"),
+    _number("dataset.min_side", 0, 8192, "0 drops none"),
+    _choice("dataset.animated", "refuse", "first_frame"),
+    _choice("dataset.damaged", "refuse", "drop"),
     _number("buckets.resolution", 64, 8192),
     _number("buckets.step", 8, 512),
     _number("buckets.max_aspect", 1, 8),
+    _choice("buckets.policy", "area", "no_upscale"),
     _number("captions.max_length", 1, 4096),
     _choice("captions.dtype", "auto", *DTYPES),
     _number("latents.variants", 1, 64),
@@ -107,6 +116,11 @@ RULES: tuple[Rule, ...] = (
         "letters, digits, '.', '_', '-'; at most 100; not starting with '.' or '-'",
     ),
 )
+
+
+def _word(text: str) -> bool:
+    """Text that stands before a caption as it is: no line end, no space around it."""
+    return text != "" and text == text.strip() and len(text.splitlines()) == 1
 
 
 def _plain_name(name: str) -> bool:

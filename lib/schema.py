@@ -44,6 +44,13 @@ class PrecisionConfig:
 class DatasetConfig:
     root: str = ""
     instance_prompt: str | None = None
+    trigger: str | None = None
+    prefix: str | None = None
+    folder_repeats: bool = False
+    background: str = "#ffffff"
+    min_side: int = 0
+    animated: str = "refuse"
+    damaged: str = "refuse"
 
 
 @dataclass(frozen=True)
@@ -51,6 +58,7 @@ class BucketsConfig:
     resolution: int = 512
     step: int = 64
     max_aspect: float = 2.0
+    policy: str = "area"
 
 
 @dataclass(frozen=True)

@@ -8,15 +8,20 @@ from typing import Any
 
 from PIL import Image
 
-from lib.images import Geometry, decode, render, variants
+from lib.cuts import variants
+from lib.images import Geometry, decode, render
 from lib.pictures import Captioned, contact_sheet, to_image
+from lib.survey import MAX_PICTURE_BYTES, read_regular
 
 MOST_A_BUCKET = 24
 HELD_OUT = "held out"
 
 
-def data_sheet(prepared: Mapping[str, Any], root: Path) -> Image.Image:
-    """The first pictures of each bucket of a prepared data set, cut as they are trained."""
+def data_sheet(prepared: Mapping[str, Any], root: Path, *, drawn: Mapping[str, int]) -> Image.Image:
+    """The first pictures of each bucket of a prepared data set, cut as they are trained.
+
+    Of several captions the one at the place `drawn` is shown, of a held-out picture the first.
+    """
     cuts = {image["image_key"]: image for image in prepared["images"]}
     buckets: dict[str, list[Captioned]] = {}
     trained = [(sample, None) for sample in prepared["samples"]]
@@ -25,11 +30,11 @@ def data_sheet(prepared: Mapping[str, Any], root: Path) -> Image.Image:
         bucket = "x".join(map(str, image["bucket"]))
         shown = buckets.setdefault(title or bucket, [])
         if len(shown) < MOST_A_BUCKET:
-            pixels = render(
-                decode((root / sample["name"]).read_bytes()), Geometry(**image["variants"][0])
-            )
-            shown.append(Captioned(to_image(pixels), sample["caption"]))
-    counts = {**prepared["buckets"], HELD_OUT: len(prepared["held_out"])}
+            pixels = render(_decoded(root, sample), Geometry(**image["variants"][0]))
+            caption = sample["captions"][drawn.get(sample["name"], 0)]
+            shown.append(Captioned(to_image(pixels), caption))
+    counts = {f"{b['height']}x{b['width']}": b["pictures"] for b in prepared["buckets"]}
+    counts[HELD_OUT] = len(prepared["held_out"])
     titles = {name: f"{name}: {count} pictures" for name, count in counts.items()}
     return contact_sheet({titles[name]: buckets[name] for name in sorted(buckets)})
 
@@ -51,5 +56,10 @@ def _square(sample: Mapping[str, Any], root: Path, side: int) -> Image.Image:
         crop_seed=0,
         image_key=sample["image_key"],
         random_flip=False,
+        background=sample["background"],
     )
-    return to_image(render(decode((root / sample["name"]).read_bytes()), cut))
+    return to_image(render(_decoded(root, sample), cut))
+
+
+def _decoded(root: Path, sample: Mapping[str, Any]) -> Image.Image:
+    return decode(read_regular(root / sample["name"], max_bytes=MAX_PICTURE_BYTES))

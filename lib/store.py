@@ -101,16 +101,18 @@ class Store:
         own = {"kind": kind, "key": key, "inputs": canonical_json(inputs).decode()}
         data = encode(tensors, metadata={**metadata, **own})
         if self.size_bytes(kind, key) not in (None, len(data)):
-            self._quarantine_if_damaged(kind, key)
-        if files.create_bytes(path, data):
-            return EntryRef(kind, key, len(data))
-        return EntryRef(kind, key, path.stat().st_size)
+            self.quarantine(kind, key)
+        while not files.create_bytes(path, data):
+            # Whoever was first may have been set aside or collected since.
+            if (size := self.size_bytes(kind, key)) is not None:
+                return EntryRef(kind, key, size)
+        return EntryRef(kind, key, len(data))
 
     def size_bytes(self, kind: str, key: str) -> int | None:
         """An entry's size by its directory record alone; None when it is absent."""
         try:
             found = self.entry_path(kind, key).lstat()
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
         return found.st_size if stat.S_ISREG(found.st_mode) else 0
 
@@ -135,21 +137,32 @@ class Store:
             raise Damaged(ref.kind, ref.key, path, f"{size} bytes, listed with {ref.size_bytes}")
         self.get(ref.kind, ref.key)
 
-    def quarantine(self, kind: str, key: str) -> Path:
-        """Move a damaged entry or manifest (its kind as in Damaged) aside; returns where."""
+    def quarantine(self, kind: str, key: str) -> Path | None:
+        """Move a damaged entry or manifest (its kind as in Damaged) aside; returns where.
+
+        None when it is gone or sound by now: another process may have made it again meanwhile.
+        """
         folder, _, stage = kind.partition("/")
         is_manifest = folder == "manifests"
         path = self.manifest_path(stage, key) if is_manifest else self.entry_path(kind, key)
-        name = f"{kind.replace('/', '-')}-{key}"
+        with files.locked(self.root / "leases" / ".quarantine.lock"):
+            try:
+                _ = self.manifest(stage, key) if is_manifest else self.get(kind, key)
+            except Damaged:
+                return self._set_aside(path, name=f"{kind.replace('/', '-')}-{key}")
+        return None
+
+    def _set_aside(self, path: Path, *, name: str) -> Path | None:
         number, target = 1, self.root / "quarantine" / f"{name}-1{path.suffix}"
         while os.path.lexists(target):
             number, target = number + 1, target.with_name(f"{name}-{number + 1}{path.suffix}")
         try:
             files.move(path, target)
         except files.StorageFailed as error:
-            # Another process may have moved it first.
-            if not isinstance(error.__cause__, FileNotFoundError):
-                raise
+            # It was absent all along, or gc was first.
+            if isinstance(error.__cause__, FileNotFoundError):
+                return None
+            raise
         return target
 
     def publish(self, manifest: Manifest) -> Manifest:
@@ -158,15 +171,24 @@ class Store:
         body = json.loads(json.dumps(_manifest_body(manifest), allow_nan=False))
         manifest = _manifest_of(body)
         try:
-            if self.manifest(manifest.stage, manifest.key) == manifest:
-                self.touch(manifest.stage, manifest.key)
-                return manifest
+            known = self.manifest(manifest.stage, manifest.key)
         except Damaged as damage:
             self.quarantine(damage.kind, damage.key)
+            known = None
+        if known == manifest and self.touch(manifest.stage, manifest.key):
+            return manifest
         for ref in sorted(set(manifest.refs())):
             self.check(ref)
+        self._sync_names(manifest)
         files.write_json(path, {**body, "digest": digest(body)})
         return manifest
+
+    def _sync_names(self, manifest: Manifest) -> None:
+        """Another process may have made an entry, and not synced its folder yet."""
+        shards = {self.entry_path(ref.kind, ref.key).parent for ref in manifest.refs()}
+        for folder in sorted({*shards, *(up for shard in shards for up in shard.parents[:2])}):
+            with files.storing(folder):
+                files.sync_folder(folder)
 
     def manifest(self, stage: str, key: str) -> Manifest | None:
         """The manifest of a stage's key; None when absent, raises Damaged when it is not whole."""
@@ -190,20 +212,14 @@ class Store:
                 if _KEY.fullmatch(path.stem) and (found := self.manifest(stage, path.stem)):
                     yield found
 
-    def touch(self, stage: str, key: str) -> None:
-        """Mark a manifest as used now, for gc."""
-        files.touch(self.manifest_path(stage, key))
+    def touch(self, stage: str, key: str) -> bool:
+        """Mark a manifest as used now, for gc; False when gc was first."""
+        return files.touch(self.manifest_path(stage, key))
 
     def complete(self, manifest: Manifest) -> tuple[EntryRef, ...]:
         """The entries missing or of another size, by directory records alone; () is a hit."""
         refs = sorted(set(manifest.refs()))
         return tuple(ref for ref in refs if self.size_bytes(ref.kind, ref.key) != ref.size_bytes)
-
-    def _quarantine_if_damaged(self, kind: str, key: str) -> None:
-        try:
-            self.get(kind, key)
-        except Damaged:
-            self.quarantine(kind, key)
 
 
 def _check_key(key: str) -> None:

@@ -1,24 +1,30 @@
 """Looking after a store: verify, gc and stats (design 4)."""
 
-import re
-import stat
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from lib import files
 from lib.errors import Problem, StateRefused
-from lib.leases import DAY_SECONDS, changing, leases, read_records, readable, temporaries
-from lib.store import RESERVED, Damaged, EntryRef, Manifest, Store
+from lib.leases import (
+    DAY_SECONDS,
+    changing,
+    is_left,
+    leases,
+    read_records,
+    readable,
+    temporaries,
+)
+from lib.listing import Item, entries_of, item_at, manifests_of, strays_of
+from lib.store import Damaged, EntryRef, Manifest, Store
 
 BATCH = 64
-_NAME = re.compile(r"[a-z][a-z0-9_]*")
-_SHARD = re.compile(r"[0-9a-f]{2}")
-_ENTRY = re.compile(r"[0-9a-f]{62}\.safetensors")
-_MANIFEST = re.compile(r"[0-9a-f]{64}\.json")
+_DECIDING = ("leases", "runs")
+AHEAD = 16  # entries that a thread of verify takes at a time
 
 
 @dataclass(frozen=True)
@@ -73,24 +79,13 @@ class StoreStats:
 
 
 @dataclass(frozen=True)
-class _Item:
-    """An entry, or a manifest whose kind is `manifests/<stage>`; `time` is when it was touched."""
-
-    kind: str
-    key: str
-    path: Path
-    size_bytes: int
-    time: float
-
-
-@dataclass(frozen=True)
 class _Held:
     """Names (kind, key) that something reaches, and the keys that leases hold."""
 
     names: frozenset[tuple[str, str]]
     leased: frozenset[str]
 
-    def holds(self, item: _Item) -> bool:
+    def holds(self, item: Item) -> bool:
         """Whether an item must stay."""
         return (item.kind, item.key) in self.names or item.key in self.leased
 
@@ -100,22 +95,35 @@ class _Reach:
 
     def __init__(self, store: Store, *, now: float, since: float):
         self._store, self._now, self._since = store, now, since
-        self._refs: dict[_Item, frozenset[tuple[str, str]]] = {}
+        self._refs: dict[Item, frozenset[tuple[str, str]]] = {}
+        self._last: tuple[frozenset[Item], _Held] | None = None
 
     def held(self) -> _Held:
         """What runs, recent use and live leases hold now."""
+        state = self._state()
+        if self._last is None or self._last[0] != state:
+            self._last = state, self._work_out()
+        return self._last[1]
+
+    def _state(self) -> frozenset[Item]:
+        """What decides, by directory records: a large store is not worked out for each batch."""
+        root = self._store.root
+        records = (item_at("", path) for kind in _DECIDING for path in root.glob(f"{kind}/*.json"))
+        return frozenset([*(record for record in records if record), *manifests_of(self._store)])
+
+    def _work_out(self) -> _Held:
         live = [one.keys for one in leases(self._store) if one.is_live(self._now)]
         leased = frozenset[str]().union(*live)
         of_runs = _manifests_of_runs(self._store)
         kept = [
             item
-            for item in _manifests(self._store)
+            for item in manifests_of(self._store)
             if (item.kind, item.key) in of_runs or item.time >= self._since or item.key in leased
         ]
         names = frozenset((item.kind, item.key) for item in kept)
         return _Held(names.union(*map(self._entries_of, kept)), leased)
 
-    def _entries_of(self, item: _Item) -> frozenset[tuple[str, str]]:
+    def _entries_of(self, item: Item) -> frozenset[tuple[str, str]]:
         if item not in self._refs:
             try:
                 found = _read_manifest(self._store, item)
@@ -136,7 +144,17 @@ def check_entries(
     progress: Callable[[int, int], None],
 ) -> tuple[Damaged, ...]:
     """Verify entries in threads; `progress` gets (done, all) in the calling one."""
+    return _check(store, refs, total=len(refs), threads=threads, progress=progress)
 
+
+def _check(
+    store: Store,
+    refs: Iterable[EntryRef],
+    *,
+    total: int,
+    threads: int,
+    progress: Callable[[int, int], None],
+) -> tuple[Damaged, ...]:
     def check(ref: EntryRef) -> Damaged | None:
         try:
             store.check(ref)
@@ -145,18 +163,23 @@ def check_entries(
         return None
 
     found: list[Damaged] = []
+    ended = 0
     with ThreadPoolExecutor(threads) as pool:
-        for done, damage in enumerate(pool.map(check, refs), start=1):
-            found += [damage] if damage else []
-            progress(done, len(refs))
+        # A few at a time: a store may hold more entries than futures fit in memory.
+        rest = iter(refs)
+        while batch := tuple(islice(rest, threads * AHEAD)):
+            for damage in pool.map(check, batch):
+                ended += 1
+                found += [damage] if damage else []
+                progress(ended, max(total, ended))
     return tuple(found)
 
 
 def verify(store: Store, *, threads: int, progress: Callable[[int, int], None]) -> VerifyReport:
     """Check the digest of every entry and manifest, and that what manifests name is there."""
-    entries, manifests = list(_entries(store)), list(_manifests(store))
-    refs = [EntryRef(item.kind, item.key, item.size_bytes) for item in entries]
-    found = check_entries(store, refs, threads=threads, progress=progress)
+    total, manifests = sum(1 for _ in entries_of(store)), list(manifests_of(store))
+    refs = (EntryRef(item.kind, item.key, item.size_bytes) for item in entries_of(store))
+    found = _check(store, refs, total=total, threads=threads, progress=progress)
     # What has gone since it was listed was removed by gc: no damage.
     damaged = [one for one in found if not isinstance(one.__cause__, FileNotFoundError)]
     missing: list[Missing] = []
@@ -166,14 +189,15 @@ def verify(store: Store, *, threads: int, progress: Callable[[int, int], None]) 
         except Damaged as damage:
             damaged.append(damage)
         else:
-            missing += [
-                Missing(item.path, r) for r in (store.complete(manifest) if manifest else ())
-            ]
+            lost = store.complete(manifest) if manifest else ()
+            # gc takes a manifest before its entries, so ask for it once more.
+            if lost and item.path.exists():
+                missing += [Missing(item.path, ref) for ref in lost]
     return VerifyReport(
-        checked=len(entries) + len(manifests),
+        checked=total + len(manifests),
         damaged=tuple(Damage(one.path, one.why) for one in damaged),
         missing=tuple(missing),
-        stray=tuple(_strays(store)),
+        stray=tuple(strays_of(store)),
     )
 
 
@@ -185,9 +209,9 @@ def gc(
     Entries younger than the grace stay; a damaged record is a StateRefused, nothing removed.
     """
     reach = _Reach(store, now=now, since=now - keep_days * DAY_SECONDS)
-    held, entries, litter = reach.held(), list(_entries(store)), _litter(store, now=now)
+    held, entries, litter = reach.held(), list(entries_of(store)), _litter(store, now=now)
     old = [item for item in entries if item.path.is_file() and item.time <= now - grace_seconds]
-    unheld = [item for item in (*_manifests(store), *old) if not held.holds(item)]
+    unheld = [item for item in (*manifests_of(store), *old) if not held.holds(item)]
     if unheld and not dry_run:
         time.sleep(grace_seconds)
         unheld = _remove_unheld(store, unheld, reach=reach)
@@ -203,29 +227,34 @@ def gc(
 def stats(store: Store) -> StoreStats:
     """Count and size what is stored."""
     counts, sizes = Counter[str](), Counter[str]()
-    for item in _entries(store):
+    for item in entries_of(store):
         counts[item.kind] += 1
         sizes[item.kind] += item.size_bytes
     return StoreStats(
         kinds={kind: KindStats(counts[kind], sizes[kind]) for kind in sorted(counts)},
-        manifests=Counter(item.path.parent.name for item in _manifests(store)),
+        manifests=Counter(item.path.parent.name for item in manifests_of(store)),
     )
 
 
-def _remove_unheld(store: Store, items: Sequence[_Item], *, reach: _Reach) -> list[_Item]:
+def _remove_unheld(store: Store, items: Sequence[Item], *, reach: _Reach) -> list[Item]:
     """Remove items in batches, asking before each what is held by now; returns those removed."""
-    removed: list[_Item] = []
+    removed: list[Item] = []
     for start in range(0, len(items), BATCH):
         with changing(store):
             held = reach.held()
-            batch = [item for item in items[start : start + BATCH] if not held.holds(item)]
+            batch = [
+                item
+                for item in items[start : start + BATCH]
+                # What was touched or made again since it was listed is another thing.
+                if not held.holds(item) and item == item_at(item.kind, item.path)
+            ]
             for item in batch:
                 files.remove(item.path)
         removed += batch
     return removed
 
 
-def _read_manifest(store: Store, item: _Item) -> Manifest | None:
+def _read_manifest(store: Store, item: Item) -> Manifest | None:
     return store.manifest(item.path.parent.name, item.key)
 
 
@@ -241,59 +270,10 @@ def _manifests_of_runs(store: Store) -> frozenset[tuple[str, str]]:
 
 
 def _litter(store: Store, *, now: float) -> list[Path]:
-    """Leases of the dead, and temporary files that nobody has written to for a day."""
-    dead = [one.path for one in leases(store) if not one.is_live(now)]
-    old = (_item("", path) for path in temporaries(store))
-    return dead + [item.path for item in old if item and item.time < now - DAY_SECONDS]
+    """Temporary files of the dead, and those nobody has written to for a day; leases of the dead.
 
-
-def _entries(store: Store) -> Iterator[_Item]:
-    """All entries, whatever lies in their place."""
-    for shard in _shards(store):
-        for path in shard.iterdir():
-            if _ENTRY.fullmatch(path.name) and (item := _item(shard.parent.name, path)):
-                yield item
-
-
-def _manifests(store: Store) -> Iterator[_Item]:
-    for stage in _folders(store.root / "manifests", _NAME):
-        for path in stage.iterdir():
-            if _MANIFEST.fullmatch(path.name) and (item := _item(f"manifests/{stage.name}", path)):
-                yield item
-
-
-def _strays(store: Store) -> Iterator[Path]:
-    """What lies among entries and manifests and is neither, nor a writer's temporary file."""
-    shards = list(_shards(store))
-    stages = _folders(store.root / "manifests", _NAME)
-    inside = [(path, _ENTRY) for shard in shards for path in shard.iterdir()]
-    inside += [(path, _MANIFEST) for stage in stages for path in stage.iterdir()]
-    inside += [(path, _SHARD) for kind in {s.parent for s in shards} for path in kind.iterdir()]
-    for path, pattern in sorted(inside):
-        if not pattern.fullmatch(path.name) and not path.name.startswith(files.TEMP_PREFIX):
-            yield path
-
-
-def _shards(store: Store) -> Iterator[Path]:
-    """The folders of entries, `<kind>/ab`."""
-    for kind in _folders(store.root, _NAME):
-        if kind.name not in RESERVED:
-            yield from _folders(kind, _SHARD)
-
-
-def _folders(parent: Path, pattern: re.Pattern[str]) -> list[Path]:
-    """The real folders in a folder whose names match; links are not followed."""
-    inside = sorted(parent.iterdir()) if parent.is_dir() else []
-    named = [path for path in inside if pattern.fullmatch(path.name)]
-    return [path for path in named if path.is_dir() and not path.is_symlink()]
-
-
-def _item(kind: str, path: Path) -> _Item | None:
-    """A file by its directory record; None when it has just been removed."""
-    try:
-        found = path.lstat()
-    except FileNotFoundError:
-        return None
-    size = found.st_size if stat.S_ISREG(found.st_mode) else 0
-    key = path.stem if kind.startswith("manifests/") else path.parent.name + path.stem
-    return _Item(kind, key, path, size, found.st_mtime)
+    The leases last: they make the next builder look for the files.
+    """
+    found = [item for path in temporaries(store) if (item := item_at("", path))]
+    left = [i.path for i in found if is_left(i.path) or i.time < now - DAY_SECONDS]
+    return left + [one.path for one in leases(store) if not one.is_live(now)]

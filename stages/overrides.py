@@ -11,7 +11,10 @@ from lib.errors import Problem
 # What a value may take from elsewhere: another setting, a path of the checkout.
 OURS = re.compile(r"\$\{(checkout:[^${}]*|[\w.]+)\}")
 # Captions and prompts: a comma in one is a comma, and no second run.
-FREE_TEXT = ("dataset.instance_prompt", "sample.negative_prompt")
+FREE_TEXT = (
+    *("dataset.instance_prompt", "dataset.trigger", "dataset.prefix"),
+    "sample.negative_prompt",
+)
 
 
 def quoted(override: str) -> str:

@@ -1,7 +1,9 @@
 """Shapes are executed in tests: the hook must be installed before anything imports `lib`."""
 
 import os
+import re
 import shutil
+from pathlib import Path
 
 # Tiny tensors gain nothing from threads, and two test processes lose much to them.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -12,8 +14,21 @@ os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
 import pytest
 from jaxtyping import install_import_hook
 
+CHECKOUT = Path(__file__).resolve().parent.parent
+
+
+def modules_with_shapes():
+    """Those that name a shape; the others, some of them called ten thousand times, pay nothing."""
+    for path in sorted(CHECKOUT.glob("lib/**/*.py")):
+        if re.search(r"\bshapes\.|\bjaxtyping\b", path.read_text(encoding="utf-8")):
+            yield ".".join(path.relative_to(CHECKOUT).with_suffix("").parts)
+
+
 # An integer is a float to annotations (PEP 484), and so to the hook.
-install_import_hook("lib", "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))")
+install_import_hook(
+    list(modules_with_shapes()),
+    "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))",
+)
 
 
 HUB_COMMIT = "0123456789abcdef0123456789abcdef01234567"

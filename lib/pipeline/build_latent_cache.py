@@ -1,12 +1,11 @@
 """Stage `build_latent_cache`: each picture's variants, encoded once, as posteriors."""
 
 import math
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lib.errors import InputRefused, Problem, SamplesFailed
+from lib.errors import SamplesFailed
 from lib.events import Events
 from lib.files import user_path
 from lib.images import Geometry
@@ -16,6 +15,7 @@ from lib.pipeline.contract import (
     BASE,
     Inputs,
     StagePlan,
+    check_disk,
     chosen,
     hit,
     plan_cache,
@@ -28,6 +28,7 @@ from lib.store import Manifest, Store
 
 STAGE, KIND = "build_latent_cache", "latents"
 TRAIN, HELD_OUT = "train", "held_out"
+REMEDY = "fewer latents.variants, a smaller buckets.resolution"
 ITEM_BYTES = 4  # posteriors are stored in float32 whatever the autoencoder computes in
 
 
@@ -71,7 +72,7 @@ def plan(config: Config, inputs: Inputs, store: Store) -> StagePlan:
 def run(config: Config, inputs: Inputs, store: Store, events: Events) -> Manifest:
     """Encode what is missing, name every picture that failed, publish the list of entries."""
     planned = plan(config, inputs, store)
-    with lease(store, planned.entry_keys()):
+    with lease(store, planned.keys_to_hold()):
         found = hit(store, planned.known(), events)
         return found or _build(planned, config, inputs, store, events)
 
@@ -90,7 +91,7 @@ def _build(
     keys = _keys(config, inputs, _works(inputs))
     todo = {w: k for w, k in keys.items() if not store.size_bytes(KIND, k.digest)}
     if todo:
-        _check_disk(planned.missing_bytes, store)
+        check_disk(planned, store, remedy=REMEDY)
         _encode(todo, config, inputs, store, events)
         release()  # now that no name holds the model
     return publish(store, planned.known(), events, made=len(todo))
@@ -115,23 +116,11 @@ def _encode(
         inputs.family, autoencoder, list(pictures), batch_size=config.encode.batch_size
     )
     for done, (picture, record) in enumerate(records, start=1):
-        if not isinstance(record, Problem):
-            key, subject = pictures[picture], str(picture.path)
-            record = put_record(store, KIND, key, record, subject=subject)
-        failed.append(record)
+        key, subject = pictures[picture], str(picture.path)
+        failed.append(put_record(store, KIND, key, record, subject=subject))
         events.progress(done, len(todo), unit="latents")
     if problems := [problem for problem in failed if problem]:
         raise SamplesFailed(problems)
-
-
-def _check_disk(missing_bytes: int, store: Store) -> None:
-    """Refuse before the first encode what cannot fit."""
-    store.root.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(store.root).free
-    if missing_bytes > free:
-        why = f"needs {missing_bytes} bytes of latents, {free} are free there"
-        remedy = "fewer latents.variants, a smaller buckets.resolution, or another disk"
-        raise InputRefused(Problem(f"paths.store={store.root}", why, remedy=remedy))
 
 
 def _works(inputs: Inputs) -> list[Work]:

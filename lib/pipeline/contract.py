@@ -1,12 +1,15 @@
 """What stages hand to each other: their inputs, and the plan with which every `run` begins."""
 
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from lib.errors import InputRefused, Problem
 from lib.events import Events
 from lib.family import Family
+from lib.files import make_folder
 from lib.hub import Base
 from lib.keys import digest, file_digest
 from lib.schema import Config, value_of
@@ -16,6 +19,7 @@ from lib.verify import EntriesDamaged, verify_entries
 BASE = ("family.name", "family.base", "family.revision")
 
 NUM_PROMPTS = 4
+OVERHEAD_BYTES = 4096  # of an entry: its header, and the last block, which it does not fill
 
 
 @dataclass(frozen=True)
@@ -44,9 +48,9 @@ class StagePlan:
         assert self.manifest is not None
         return self.manifest
 
-    def entry_keys(self) -> list[str]:
-        """The keys of all entries that the stage makes."""
-        return [ref.key for ref in self.known().refs()]
+    def keys_to_hold(self) -> list[str]:
+        """The keys of the manifest and of all entries that the stage makes."""
+        return [self.known().key, *(ref.key for ref in self.known().refs())]
 
 
 def chosen(config: Config, *names: str) -> dict[str, Any]:
@@ -118,9 +122,9 @@ def entry_keys(manifest: Manifest, *roles: str) -> list[str]:
 def hit(store: Store, planned: Manifest, events: Events) -> Manifest | None:
     """The published manifest of a stage that need not run, marked as used."""
     found = lookup(store, planned)
-    if found:
-        store.touch(found.stage, found.key)
-        events.phase(found.stage, "hit", key=found.key, entries=len(set(found.refs())))
+    if found is None or not store.touch(found.stage, found.key):
+        return None
+    events.phase(found.stage, "hit", key=found.key, entries=len(set(found.refs())))
     return found
 
 
@@ -138,6 +142,17 @@ def files_of(store: Store, planned: Manifest) -> Mapping[str, Path] | None:
     paths = {name: Path(record["file"]) for name, record in records.items()}
     sound = all(path.is_file() and file_record(path) == records[n] for n, path in paths.items())
     return paths if sound else None
+
+
+def check_disk(planned: StagePlan, store: Store, *, remedy: str) -> None:
+    """Refuse before the first encode what cannot fit."""
+    make_folder(store.root)
+    free = shutil.disk_usage(store.root).free
+    needed = planned.missing_bytes + planned.missing * OVERHEAD_BYTES
+    if needed > free:
+        why = f"{planned.stage} needs {needed} bytes for {planned.missing} entries, {free} are free"
+        remedy = f"{remedy}, or another disk"
+        raise InputRefused(Problem(f"paths.store={store.root}", why, remedy=remedy))
 
 
 def publish(store: Store, planned: Manifest, events: Events, *, made: int) -> Manifest:

@@ -12,6 +12,7 @@ from lib.pipeline.contract import (
     BASE,
     Inputs,
     StagePlan,
+    check_disk,
     chosen,
     hit,
     plan_cache,
@@ -56,7 +57,7 @@ def plan(config: Config, inputs: Inputs, store: Store) -> StagePlan:
 def run(config: Config, inputs: Inputs, store: Store, events: Events) -> Manifest:
     """Encode what is missing, name every text that failed, publish the list of entries."""
     planned = plan(config, inputs, store)
-    with lease(store, planned.entry_keys()):
+    with lease(store, planned.keys_to_hold()):
         found = hit(store, planned.known(), events)
         return found or _build(planned, config, inputs, store, events)
 
@@ -79,6 +80,7 @@ def _build(
     events.phase(STAGE, "start", total=planned.total, missing=planned.missing)
     todo = {t: k for t, k in _keys(config, inputs).items() if not store.size_bytes(KIND, k.digest)}
     if todo:
+        check_disk(planned, store, remedy="a smaller captions.max_length")
         _encode(todo, config, inputs, store, events)
         release()  # now that no name holds the model
     return publish(store, planned.known(), events, made=len(todo))
@@ -102,19 +104,19 @@ def _encode(
         max_length=config.captions.max_length,
         batch_size=config.encode.batch_size,
     )
+    subjects = {None: "the unconditional record", **_subjects(inputs)}
     for done, (text, record) in enumerate(records, start=1):
-        subject = _shown(text, inputs)
+        subject = subjects.get(text, "a prompt of sample.prompts")
         failed.append(put_record(store, KIND, todo[text], record, subject=subject))
         events.progress(done, len(todo), unit="captions")
     if problems := [problem for problem in failed if problem]:
         raise SamplesFailed(problems)
 
 
-def _shown(text: str | None, inputs: Inputs) -> str:
-    """A text by the picture that has it, since captions stay out of logs."""
+def _subjects(inputs: Inputs) -> dict[str, str]:
+    """A text by the first picture that has it, since captions stay out of logs."""
     samples = [*_prepared(inputs)["samples"], *_prepared(inputs)["held_out"]]
-    names = [sample["name"] for sample in samples if sample["caption"] == text]
-    return f"caption of {names[0]}" if names else "the unconditional record"
+    return {t: f"caption of {s['name']}" for s in reversed(samples) for t in s["captions"]}
 
 
 def _prepared(inputs: Inputs) -> Mapping[str, Any]:

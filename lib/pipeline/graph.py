@@ -10,6 +10,7 @@ from lib.events import Events
 from lib.family import Family
 from lib.files import user_path
 from lib.hub import Base, UnbuiltTiny, base_problems, on_hub, open_base
+from lib.leases import lease
 from lib.memory import Memory
 from lib.pipeline import (
     build_latent_cache,
@@ -106,20 +107,28 @@ def open_inputs(config: Config) -> Opened:
 
 
 def ensure(target: str, config: Config, events: Events) -> Manifest:
-    """The target's manifest, making whatever is missing; damaged entries are rebuilt once."""
-    opened = open_inputs(config)
-    if isinstance(opened.base, UnbuiltTiny):
-        opened = Opened(opened.store, opened.family, opened.base.build())
-    try:
+    """The target's manifest, making whatever is missing; damaged entries are made again."""
+    # Says that this process writes, from the first file on: what it leaves if killed is cleared.
+    with lease(Store(user_path(config.paths.store)), ()):
+        opened = open_inputs(config)
+        if isinstance(opened.base, UnbuiltTiny):
+            opened = Opened(opened.store, opened.family, opened.base.build())
+        # Each stage may find damage of its own; what then still fails is beyond mending here.
+        for _ in order(target):
+            try:
+                return _ensure(target, config, opened, events)
+            except EntriesDamaged as found:
+                _set_aside(found, config, opened.store, events)
         return _ensure(target, config, opened, events)
-    except EntriesDamaged as found:
-        if config.upstream == "require":
-            raise StateRefused(_rebuild(d.kind, str(d.path)) for d in found.damaged) from found
-        for damage in found.damaged:
-            if damage.path.exists():
-                opened.store.quarantine(damage.kind, damage.key)
-        events.warning(f"{len(found.damaged)} damaged entries set aside; they are made again")
-        return _ensure(target, config, opened, events)
+
+
+def _set_aside(found: EntriesDamaged, config: Config, store: Store, events: Events) -> None:
+    """Make room for entries that are damaged, unless only the stage itself may run."""
+    if config.upstream == "require":
+        raise StateRefused(_rebuild(d.kind, str(d.path)) for d in found.damaged) from found
+    for damage in found.damaged:
+        store.quarantine(damage.kind, damage.key)
+    events.warning(f"{len(found.damaged)} damaged entries set aside; they are made again")
 
 
 def _ensure(target: str, config: Config, opened: Opened, events: Events) -> Manifest:

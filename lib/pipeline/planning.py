@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from lib.buckets import Bucket, slot_weights, steps_per_epoch
 from lib.pipeline.contract import StagePlan
 from lib.store import Store
 
@@ -18,10 +19,11 @@ UNITS = {
 
 def plan_lines(plans: Sequence[StagePlan], store: Store) -> Iterator[str]:
     """One line for each stage, the bucket table after the data set's."""
+    (batch_size,) = (p.settings["trainer.batch_size"] for p in plans if p.stage == "train")
     for planned in plans:
         yield f"{planned.stage:<20} {_verdict(planned, store)}"
         if planned.stage == "prepare_dataset" and planned.manifest:
-            yield from _bucket_lines(planned.manifest.payload)
+            yield from _bucket_lines(planned.manifest.payload, batch_size=batch_size)
     total = sum(planned.missing_bytes for planned in plans)
     yield f"{'to write':<20} {total} tensor bytes ({total / 2**20:.1f} MiB)"
 
@@ -60,9 +62,20 @@ def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[
             yield f"{name} {before.get(name)} -> {now.get(name)}"
 
 
-def _bucket_lines(prepared: Mapping[str, Any]) -> Iterator[str]:
-    counts = prepared["buckets"]
-    total = sum(counts.values())
-    yield f"{'  bucket (h x w)':<20} pictures  share"
-    for name, count in counts.items():
-        yield f"  {name:<18} {count:>8}  {count / total:.0%}"
+def _bucket_lines(prepared: Mapping[str, Any], *, batch_size: int) -> Iterator[str]:
+    """The bucket table, and the steps of an epoch.
+
+    A picture's weight is its share of an epoch's gradients beside one drawn once in a whole group.
+    """
+    table = {Bucket(one["height"], one["width"]): one for one in prepared["buckets"]}
+    draws = {bucket: one["draws"] for bucket, one in table.items()}
+    weights, total = slot_weights(draws, batch_size=batch_size), sum(draws.values())
+    yield f"{'  bucket (h x w)':<20} pictures  draws  share  weight of a picture"
+    for bucket, one in table.items():
+        pictures, drawn = one["pictures"], one["draws"]
+        weight = float(weights[bucket]) * drawn / pictures
+        counts = f"{pictures:>8}  {drawn:>5}  {drawn / total:>5.0%}"
+        yield f"  {bucket!s:<18} {counts}  {weight:.2f}"
+    steps, short = steps_per_epoch(total, batch_size=batch_size), total % batch_size
+    last = f", the last of {short}" if short else ""
+    yield f"  an epoch: {total} draws, {steps} steps of {batch_size}{last}"

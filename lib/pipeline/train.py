@@ -111,11 +111,13 @@ def _train(
 def _show_data(claim: runs.Claim, config: Config, inputs: Inputs) -> None:
     """The contact sheet, once."""
     from lib import pictures, sheets
+    from lib.training.session import make_plan
 
     path = claim.folder / "contact_sheet.png"
     if not path.exists():
-        prepared = inputs.upstream["prepare_dataset"].payload
-        pictures.save(sheets.data_sheet(prepared, user_path(config.dataset.root)), path)
+        prepared, root = inputs.upstream["prepare_dataset"].payload, user_path(config.dataset.root)
+        drawn = make_plan(config, inputs.upstream).first_captions()
+        pictures.save(sheets.data_sheet(prepared, root, drawn=drawn), path)
 
 
 def _show_losses(claim: runs.Claim) -> None:

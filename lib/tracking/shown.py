@@ -12,13 +12,14 @@ from lib.files import user_path
 MAX_CHARS = 250
 _LEFT_OUT = ("paths", "tracker")
 _FOLDERS = ("dataset.root", "family.base")
+_CAPTIONS = ("dataset.instance_prompt", "dataset.trigger", "dataset.prefix")
 _PATH = re.compile(r"""(?<![\w.:/-])~?/(?:[^\s/,;:'"()\[\]]+/)*([^\s/,;:'"()\[\]]+)/?""")
 _SECRET = re.compile("TOKEN|SECRET|PASSWORD|PASSWD|KEY|CREDENTIAL")
 _SECRET_CHARS = 8
 
 
 def shown_config(values: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration without this machine's folders and without secrets."""
+    """A configuration without this machine's folders, secrets and texts of captions."""
     groups = {name: value for name, value in values.items() if name not in _LEFT_OUT}
     return {name: _shown(name, value) for name, value in groups.items()}
 
@@ -26,7 +27,8 @@ def shown_config(values: Mapping[str, Any]) -> dict[str, Any]:
 def parameters(values: Mapping[str, Any]) -> dict[str, str]:
     """Every setting by its dotted name, cut to what a parameter holds; prompts are left out."""
     flat = _flat(shown_config(values))
-    return {name: cut(_as_text(value)) for name, value in flat if "prompt" not in name}
+    left_out = ("sample.prompts", "sample.negative_prompt", *_CAPTIONS)
+    return {name: cut(_as_text(value)) for name, value in flat if name not in left_out}
 
 
 def scrubbed(text: str) -> str:
@@ -52,6 +54,8 @@ def _shown(name: str, value: Any) -> Any:
     if isinstance(value, list):
         return [_shown(name, item) for item in value]
     if isinstance(value, str):
+        if name in _CAPTIONS:
+            return "[not shown]"
         return scrubbed(_last_name(value) if name in _FOLDERS else value)
     return value
 

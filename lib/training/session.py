@@ -104,19 +104,24 @@ def make_trainer(config: Config, family: Family, base: Base, events: Events) -> 
     )
 
 
-def make_assembler(config: Config, family: Family, upstream: Upstream, store: Store) -> Assembler:
-    """The batch plan over the prepared samples, and the records behind it."""
+def make_plan(config: Config, upstream: Upstream) -> Plan:
+    """The batch plan over the prepared samples."""
     prepared = upstream["prepare_dataset"].payload
-    captions, latents = upstream["encode_captions"], upstream["build_latent_cache"]
-    texts = captions.payload["texts"]
+    texts = upstream["encode_captions"].payload["texts"]
     slots = slots_of(
         prepared["samples"],
         buckets={image["image_key"]: Bucket(*image["bucket"]) for image in prepared["images"]},
-        latents=latents.payload["variants"],
+        latents=upstream["build_latent_cache"].payload["variants"],
         captions={text: texts[digest(text)] for text in prepared["captions"]},
     )
+    return Plan(slots, seed=config.seed, batch_size=config.trainer.batch_size)
+
+
+def make_assembler(config: Config, family: Family, upstream: Upstream, store: Store) -> Assembler:
+    """The batch plan, and the records behind it."""
+    captions, latents = upstream["encode_captions"], upstream["build_latent_cache"]
     return Assembler(
-        plan=Plan(slots, seed=config.seed, batch_size=config.trainer.batch_size),
+        plan=make_plan(config, upstream),
         family=family,
         records=Records(store, max_bytes=config.latents.max_bytes),
         constants=latents.payload["constants"],

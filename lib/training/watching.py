@@ -78,7 +78,9 @@ def make_held_out(config: Config, family: Family, upstream: Upstream, store: Sto
     """The fixed draws over the held-out pictures, each once whatever its repeats."""
     prepared = upstream["prepare_dataset"].payload
     captions, latents = upstream["encode_captions"].payload, upstream["build_latent_cache"].payload
-    samples = [{**sample, "repeats": 1} for sample in prepared["held_out"]]
+    samples = [
+        {**sample, "repeats": 1, "captions": [sample["caption"]]} for sample in prepared["held_out"]
+    ]
     slots = slots_of(
         samples,
         buckets={image["image_key"]: Bucket(*image["bucket"]) for image in prepared["images"]},

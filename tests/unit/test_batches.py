@@ -23,7 +23,7 @@ UNCONDITIONAL = digest("unconditional")
 
 def slot(name, bucket=WIDE, variants=1):
     latents = tuple(digest([name, variant]) for variant in range(variants))
-    return Slot(name, bucket, latents, digest(f"caption of {name}"))
+    return Slot(name, bucket, latents, (digest(f"caption of {name}"),))
 
 
 SLOTS = tuple(slot(f"{number}.png", WIDE if number % 3 else TALL) for number in range(7))
@@ -61,7 +61,7 @@ def assembler(store, family):
             for key in one.latents:
                 record = {"mean": numbers_of(key, shape), "std": numbers_of(f"s{key}", shape).abs()}
                 store.put("latents", key, to_stored(record), metadata={}, inputs={})
-        for key in {one.caption for one in slots} | {UNCONDITIONAL}:
+        for key in {key for one in slots for key in one.captions} | {UNCONDITIONAL}:
             record = {"text_embeds": numbers_of(key, (3, 2))}
             store.put("captions", key, to_stored(record), metadata={}, inputs={})
         family.FACTS.draws_mode = mode
@@ -218,6 +218,68 @@ def test_dropped_captions_carry_the_unconditional_record_at_the_rate_asked_for(a
     assert abs(found.count("dropped") / 150 - 0.3) < 0.1
 
 
+def several(name, count):
+    return dataclasses.replace(slot(name), captions=tuple(digest(n) for n in range(count)))
+
+
+def drawn_captions(made, steps):
+    """The place of the caption of each step's one sample."""
+    texts = [numbers_of(digest(place), (3, 2)) for place in range(3)]
+    found = []
+    for group in made.plan.groups(0, steps):
+        text = made.step(group).batches[0].conditioning["text_embeds"][0]
+        (place,) = [n for n, known in enumerate(texts) if torch.equal(text, known)]
+        found.append(place)
+    return found
+
+
+def test_of_several_captions_each_is_drawn_and_every_draw_is_its_counter_s(assembler):
+    made = assembler([several("a.png", 3)], batch_size=1, micro_batch=1)
+    found = drawn_captions(made, 150)
+    where = {"seed": 1, "stream": "caption", "sample_id": "a.png"}
+    expected = [random.integer(3, counter=n, **where) for n in range(3000)]
+    assert found == expected[:150]
+    assert all(abs(expected.count(place) / 3000 - 1 / 3) < 0.04 for place in range(3))
+
+
+def test_several_captions_change_no_other_draw(assembler):
+    group = next(Plan(SLOTS[:1], seed=1, batch_size=1).groups(0, 1))
+    one, more = (
+        assembler([single], batch_size=1, micro_batch=1).step(group).batches[0]
+        for single in (slot("a.png"), several("a.png", 3))
+    )
+    assert torch.equal(one.noisy, more.noisy)
+    assert torch.equal(one.level, more.level)
+
+
+def test_of_one_caption_nothing_is_drawn(assembler, monkeypatch):
+    made = assembler([slot("a.png")], batch_size=1, micro_batch=1)
+    integer = random.integer
+
+    def watched(below, **where):
+        assert where["stream"] != "caption"
+        return integer(below, **where)
+
+    monkeypatch.setattr(random, "integer", watched)
+    made.step(next(made.plan.groups(0, 1)))
+    assert made.plan.first_captions() == {"a.png": 0}
+
+
+def test_the_first_captions_are_those_of_the_first_epoch(assembler):
+    made = assembler([several("a.png", 3), several("b.png", 2), slot("c.png")] * 2, batch_size=2)
+    drawn = {}
+    for group in made.plan.groups(0, made.plan.steps_per_epoch):
+        for place, index in enumerate(group.slots):
+            chosen = made.plan.slots[index]
+            where = {"seed": 1, "stream": "caption", "sample_id": chosen.name}
+            counter = group.first_counter + place
+            drawn.setdefault(
+                chosen.name, random.integer(len(chosen.captions), counter=counter, **where)
+            )
+    assert made.plan.first_captions() == drawn
+    assert drawn.keys() == {"a.png", "b.png", "c.png"}
+
+
 def test_the_seed_changes_order_noise_and_sigma(assembler):
     group = next(Plan(SLOTS, seed=1, batch_size=4).groups(0, 1))
     one, other = (assembler(SLOTS, seed=seed).step(group) for seed in (1, 2))
@@ -229,8 +291,8 @@ def test_the_seed_changes_order_noise_and_sigma(assembler):
 
 def test_slots_follow_the_samples_with_repeats_in_place():
     samples = [
-        {"name": "a.png", "image_key": "ka", "caption": "x", "repeats": 2},
-        {"name": "b.png", "image_key": "kb", "caption": "y", "repeats": 1},
+        {"name": "a.png", "image_key": "ka", "captions": ["x"], "repeats": 2},
+        {"name": "b.png", "image_key": "kb", "captions": ["y", "x"], "repeats": 1},
     ]
     found = slots_of(
         samples,
@@ -238,7 +300,8 @@ def test_slots_follow_the_samples_with_repeats_in_place():
         latents={"ka": ["1", "2"], "kb": ["3"]},
         captions={"x": "cx", "y": "cy"},
     )
-    one, other = Slot("a.png", WIDE, ("1", "2"), "cx"), Slot("b.png", TALL, ("3",), "cy")
+    one = Slot("a.png", WIDE, ("1", "2"), ("cx",))
+    other = Slot("b.png", TALL, ("3",), ("cy", "cx"))
     assert found == (one, one, other)
 
 

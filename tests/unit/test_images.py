@@ -1,5 +1,6 @@
 import io
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,7 +9,17 @@ from hypothesis import strategies as st
 from PIL import Image, ImageCms, ImageOps
 
 from lib import images
-from lib.images import RECIPE, Geometry, ImageError, decode, geometry, render, variants
+from lib.cuts import geometry, variants
+from lib.images import (
+    RECIPE,
+    Facts,
+    Geometry,
+    ImageError,
+    decode,
+    facts_of,
+    flatten,
+    render,
+)
 from lib.keys import digest
 
 sides = st.integers(1, 3000)
@@ -68,13 +79,32 @@ def test_all_eight_orientations_give_the_same_upright_pixels(orientation, kind):
     assert array(image).tolist() == array(photo()).tolist()
 
 
+def shown(data, background="#102030"):
+    """A pixel of a file's picture over a background."""
+    return flatten(decode(data), background).getpixel((8, 8))
+
+
 def test_transparency_shows_the_declared_background():
     hidden = Image.new("RGBA", (16, 16), (255, 0, 0, 0))
-    assert decode(saved(hidden)).getpixel((8, 8)) == images.BACKGROUND
-    profiled = saved(hidden, icc_profile=profile())
-    assert decode(profiled).getpixel((8, 8)) == images.BACKGROUND
+    assert shown(saved(hidden)) == (16, 32, 48)
+    assert shown(saved(hidden, icc_profile=profile())) == (16, 32, 48)
     half = Image.new("RGBA", (16, 16), (0, 0, 0, 128))
-    assert decode(saved(half)).getpixel((8, 8)) == (127, 127, 127)
+    assert shown(saved(half), "#ffffff") == (127, 127, 127)
+
+
+def test_what_is_opaque_everywhere_is_opaque():
+    assert decode(saved(Image.new("RGBA", (16, 16), (9, 8, 7, 255)))).mode == "RGB"
+    assert not facts_of(saved(Image.new("RGBA", (16, 16), (9, 8, 7, 255)))).transparent
+    assert facts_of(saved(Image.new("RGBA", (16, 16), (9, 8, 7, 254)))).transparent
+
+
+def test_the_background_is_there_before_the_resize():
+    """Else the hidden colour bleeds into what is seen."""
+    image = Image.new("RGBA", (32, 32), (255, 0, 0, 0))
+    image.paste((0, 0, 255, 255), (0, 0, 16, 32))
+    cut = replace(geometry((32, 32), bucket=(16, 16)), background="#0000ff")
+    pixels = render(decode(saved(image)), cut)
+    assert (pixels[0].max(), pixels[2].min()) == (-1, 1)
 
 
 @pytest.mark.parametrize("mode", ["P", "L", "RGB", "1"])
@@ -83,8 +113,7 @@ def test_a_transparent_colour_of_any_mode_shows_the_background(mode):
     if mode == "P":
         image.putpalette([200, 10, 10, 0, 0, 255])
     transparent = (0, 0, 0) if mode == "RGB" else 0
-    pixel = decode(saved(image, transparency=transparent)).getpixel((3, 3))
-    assert pixel == images.BACKGROUND
+    assert shown(saved(image, transparency=transparent)) == (16, 32, 48)
 
 
 def test_grey_with_alpha_stays_grey():
@@ -99,11 +128,36 @@ def test_sixteen_bit_grey_is_scaled_not_cut():
     assert array(image)[..., 0].tolist() == expected.tolist()
 
 
+def test_a_transparent_level_of_sixteen_bits_shows_the_background():
+    levels = np.full((16, 16), 1000, np.uint16)
+    levels[:8] = 1001
+    image = decode(saved(Image.fromarray(levels), transparency=1001))
+    assert flatten(image, "#102030").getpixel((0, 0)) == (16, 32, 48)
+    assert flatten(image, "#102030").getpixel((0, 15)) == (4, 4, 4)
+
+
 def test_cmyk_red_is_red():
     image = Image.new("CMYK", (16, 16), (0, 255, 255, 0))
     red, green, blue = decode(saved(image, "JPEG", quality=95)).getpixel((8, 8))
     assert red > 240
     assert max(green, blue) < 15
+
+
+def without_adobe_marker(data):
+    start = data.index(b"\xff\xee")
+    length = int.from_bytes(data[start + 2 : start + 4], "big")
+    return data[:start] + data[start + 2 + length :]
+
+
+def test_cmyk_is_inverted_as_its_adobe_marker_says():
+    """Only Adobe's files hold ink as 255 minus ink."""
+    marked = saved(Image.new("CMYK", (16, 16), (0, 255, 255, 0)), "JPEG", quality=95)
+    plain = without_adobe_marker(
+        saved(Image.new("CMYK", (16, 16), (255, 0, 0, 255)), "JPEG", quality=95)
+    )
+    for data in (marked, plain):
+        red, green, blue = decode(data).getpixel((8, 8))
+        assert red > 240 > 15 > max(green, blue)
 
 
 def profile(name="sRGB"):
@@ -174,20 +228,46 @@ def test_any_damage_ends_in_a_picture_or_a_named_refusal(kind, data):
         image = decode(bytes(damaged))
     except ImageError:
         return
-    assert image.mode == "RGB"
+    assert image.mode in ("RGB", "RGBA")
 
 
 @pytest.mark.parametrize("kind", ["PNG", "WEBP"])
-def test_an_animation_is_refused(kind):
+def test_of_an_animation_the_first_frame_is_decoded_and_told_as_such(kind):
     frames = [Image.new("RGB", (32, 32), colour) for colour in ("red", "green", "blue")]
-    data = saved(frames[0], kind, save_all=True, append_images=frames[1:])
-    with pytest.raises(ImageError, match="animated"):
-        decode(data)
+    options = {"lossless": True} if kind == "WEBP" else {}
+    data = saved(frames[0], kind, save_all=True, append_images=frames[1:], **options)
+    assert facts_of(data) == Facts(32, 32, transparent=False, animated=True)
+    assert decode(data).getpixel((8, 8)) == (255, 0, 0)
 
 
 def test_of_a_multi_picture_jpeg_the_first_is_taken():
     data = saved(photo(), "MPO", save_all=True, append_images=[photo(16, 16)], quality=95)
-    assert decode(data).size == (48, 32)
+    assert facts_of(data) == Facts(32, 48, transparent=False, animated=False)
+
+
+def test_a_jpeg_of_endless_scans_is_refused_before_decoding(monkeypatch):
+    data = saved(photo(), "JPEG", progressive=True)
+    monkeypatch.setattr(Image.Image, "load", lambda _: pytest.fail("decoded"))
+    with pytest.raises(ImageError, match="over 1000 scans"):
+        decode(data + b"\xff\xda" * 1001)
+
+
+def test_a_webp_of_too_many_pixels_is_refused_before_it_is_opened(monkeypatch):
+    sides = (16000).to_bytes(3, "little") * 2
+    data = b"RIFF\x24\0\0\0WEBPVP8X\x0a\0\0\0\x02\0\0\0" + sides + bytes(16)
+    monkeypatch.setattr(Image, "open", lambda *_, **__: pytest.fail("opened"))
+    with pytest.raises(ImageError, match="pixels"):
+        decode(data)
+
+
+def test_want_of_memory_is_a_named_refusal(monkeypatch):
+    def fail(_):
+        raise MemoryError
+
+    data = saved(photo())
+    monkeypatch.setattr(images, "_upright", fail)
+    with pytest.raises(ImageError, match="more memory than there is"):
+        decode(data)
 
 
 @pytest.mark.parametrize("size", [(9000, 8000), (20000, 9500)])
@@ -279,6 +359,22 @@ def test_flips_are_drawn_only_on_request_and_leave_the_crops_alone():
     assert 0.35 < sum(made.flip for made in flips) / len(flips) < 0.65
     plain = drawn(count=200, size=(100, 30000))
     assert [made.left for made in plain] == [made.left for made in flips]
+
+
+def test_every_variant_has_the_background_of_its_picture():
+    plain = variants(
+        (100, 300), bucket=(64, 64), count=4, crop_seed=0, image_key="a", random_flip=True
+    )
+    laid = variants(
+        (100, 300),
+        bucket=(64, 64),
+        count=4,
+        crop_seed=0,
+        image_key="a",
+        random_flip=True,
+        background="#102030",
+    )
+    assert laid == tuple(replace(cut, background="#102030") for cut in plain)
 
 
 @pytest.mark.parametrize("flip", [False, True])

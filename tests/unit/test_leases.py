@@ -3,7 +3,6 @@
 import json
 import multiprocessing
 import os
-import platform
 import signal
 import time
 from dataclasses import replace
@@ -11,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from lib import files
 from lib import leases as leases_module
 from lib.errors import StateRefused
-from lib.files import TEMP_PREFIX
+from lib.files import TEMP_PREFIX, temporary_prefix, this_host
 from lib.keys import digest, make_key
 from lib.leases import DAY_SECONDS, clear_dead, is_alive, lease, leases, this_process
 from lib.store import Store
@@ -86,11 +86,11 @@ def _die_holding_a_lease(root: Path) -> None:
     with lease(store, [KEY]):
         folder = root / "latents" / "ab"
         folder.mkdir(parents=True)
-        (folder / f"{TEMP_PREFIX}{os.getpid()}-file").write_text("torn")
-        (folder / f"{TEMP_PREFIX}{os.getpid()}-folder").mkdir()
-        (folder / f"{TEMP_PREFIX}{os.getpid()}0-file").write_text("of another")
+        (folder / f"{temporary_prefix(os.getpid())}file").write_text("torn")
+        (folder / f"{temporary_prefix(os.getpid())}folder").mkdir()
+        (folder / f"{TEMP_PREFIX}elsewhere-{os.getpid()}-file").write_text("of another host")
         (root / "quarantine").mkdir()
-        (root / "quarantine" / f"{TEMP_PREFIX}{os.getpid()}-file").write_text("never touched")
+        (root / "quarantine" / f"{temporary_prefix(os.getpid())}file").write_text("never touched")
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -105,15 +105,46 @@ def test_the_next_lease_clears_up_after_a_killed_process(store):
         assert [found.owner.pid for found in leases(store)] == [os.getpid()]
         left = {path.relative_to(store.root) for path in store.root.rglob(f"{TEMP_PREFIX}*")}
     assert left == {
-        Path("latents", "ab", f"{TEMP_PREFIX}{worker.pid}0-file"),
-        Path("quarantine", f"{TEMP_PREFIX}{worker.pid}-file"),
+        Path("latents", "ab", f"{TEMP_PREFIX}elsewhere-{worker.pid}-file"),
+        Path("quarantine", f"{temporary_prefix(worker.pid)}file"),
     }
+
+
+def test_a_lease_that_was_never_published_leaves_no_file_either(store):
+    """Its own temporary file is under no lease; that of a live process stays."""
+    worker = multiprocessing.get_context("fork").Process(target=int)
+    worker.start()
+    worker.join()
+    folder = store.root / "leases"
+    folder.mkdir(parents=True)
+    dead, live = (folder / f"{temporary_prefix(pid)}x" for pid in (worker.pid, os.getpid()))
+    dead.write_text("{")
+    live.write_text("{")
+    with lease(store, [KEY]):
+        assert not dead.exists()
+        assert live.exists()
+
+
+def test_a_container_with_the_host_s_name_is_another_host(store, monkeypatch):
+    mine = this_host()
+    monkeypatch.setattr(files, "this_host", lambda: f"{mine} of a container")
+    with lease(store, [KEY]):
+        monkeypatch.setattr(files, "this_host", lambda: mine)
+        assert files.writer_of(f"{temporary_prefix(7)}x") == 7
+        (found,) = leases(store)
+        assert found.owner.host != mine
+        assert found.is_live(time.time())
+
+
+@pytest.mark.parametrize("name", ["x", ".tmp-", ".tmp-1-a", ".tmp-a-b-c", f"{temporary_prefix(1)}"])
+def test_only_a_temporary_file_of_this_host_has_a_writer(name):
+    assert files.writer_of(name) == (1 if name == temporary_prefix(1) else None)
 
 
 def test_the_files_of_a_live_process_stay_when_its_number_was_once_anothers(store):
     with lease(store, [KEY]):
         rewrite(store, started="an earlier boot")
-        mine = store.root / "latents" / f"{TEMP_PREFIX}{os.getpid()}-file"
+        mine = store.root / "latents" / f"{temporary_prefix(os.getpid())}file"
         mine.parent.mkdir()
         mine.write_text("being written")
         assert len(clear_dead(store, now=time.time())) == 1
@@ -134,4 +165,4 @@ def test_without_proc_a_number_in_use_counts_as_alive(monkeypatch):
     monkeypatch.setattr(os.path, "exists", lambda path: False)
     assert is_alive(this_process())
     assert not is_alive(replace(this_process(), pid=2**22 + 1))
-    assert this_process().host == platform.node()
+    assert this_process().host == this_host()

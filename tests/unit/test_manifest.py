@@ -1,16 +1,30 @@
+"""What a folder holds, which names are refused, and what the report of it says."""
+
 import hashlib
 import io
 import json
 import os
+import unicodedata
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from lib.errors import Problem
+from lib import manifest
 from lib.keys import canonical_json
-from lib.manifest import NO_CAPTION, Candidate, Report, discover, inspect
+from lib.manifest import (
+    NO_CAPTION,
+    Candidate,
+    Report,
+    Sample,
+    as_record,
+    discover,
+    inspect,
+    sort_out,
+)
+from lib.schema import DatasetConfig
+from lib.survey import folded, read_regular, shown
 
 
 def png(colour="red", size=(32, 24), **options):
@@ -32,18 +46,31 @@ def build(root, files):
     return root
 
 
-def found(root, prompt=None):
-    return discover(root, instance_prompt=prompt)
+def found(root, prompt=None, **options):
+    return discover(root, options=DatasetConfig(str(root), prompt, **options))
 
 
-def captions(root, prompt=None):
-    discovery = found(root, prompt)
+def sorted_out(root, prompt=None, **options):
+    """What becomes of a folder's pictures once they are read."""
+    candidates = found(root, prompt, **options).candidates
+    chosen = DatasetConfig(str(root), prompt, **options)
+    return sort_out([(one, inspect(one)) for one in candidates], options=chosen)
+
+
+def notes(root, prompt=None, **options):
+    return {**found(root, prompt, **options).notes, **sorted_out(root, prompt, **options).notes}
+
+
+def captions(root, prompt=None, **options):
+    """The caption of each picture, or the list of its captions."""
+    discovery = found(root, prompt, **options)
     assert discovery.problems == ()
-    return {candidate.name: candidate.caption for candidate in discovery.candidates}
+    texts = {candidate.name: list(candidate.captions) for candidate in discovery.candidates}
+    return {name: some if len(some) > 1 else some[0] for name, some in texts.items()}
 
 
-def complaints(root, prompt=None):
-    return [str(problem) for problem in found(root, prompt).problems]
+def complaints(root, prompt=None, **options):
+    return [str(problem) for problem in found(root, prompt, **options).problems]
 
 
 def row(name, caption):
@@ -56,9 +83,11 @@ def test_pictures_of_all_folders_are_found_sorted_by_name(tmp_path):
 
 
 def test_extensions_are_known_in_any_case(tmp_path):
-    build(tmp_path, {"a.JPG": None, "b.Png": None, "c.jpeg": None, "d.WEBP": None, "e.gif": None})
-    build(tmp_path, {"a.TXT": "loud", "b.txt": "quiet"})
-    expected = {"a.JPG": "loud", "b.Png": "quiet", "c.jpeg": "x", "d.WEBP": "x"}
+    build(tmp_path, {"a.JPG": None, "b.Png": None, "c.jpeg": None, "d.WEBP": None, "e.jfif": None})
+    build(
+        tmp_path, {"a.TXT": "loud", "b.txt": "quiet", "c.CAPTION": "clear", "f.raw": "no picture"}
+    )
+    expected = {"a.JPG": "loud", "b.Png": "quiet", "c.jpeg": "clear", "d.WEBP": "x", "e.jfif": "x"}
     assert captions(tmp_path, "x") == expected
 
 
@@ -73,140 +102,11 @@ def test_litter_of_other_systems_is_passed_over_and_counted(tmp_path):
     assert (after.found, after.hidden, after.problems) == (1, 4, ())
 
 
-def test_names_are_split_at_the_last_dot(tmp_path):
-    build(tmp_path, {"v1.0 front.png": None, "v1.0 front.txt": "front"})
-    build(tmp_path, {"v1.0 back.png": None, "v1.0 back.txt": "back", "v1.txt": "neither"})
-    assert captions(tmp_path) == {"v1.0 back.png": "back", "v1.0 front.png": "front"}
-
-
-def test_one_sidecar_may_serve_two_pictures(tmp_path):
-    build(tmp_path, {"a.jpg": None, "a.png": png("blue"), "a.txt": "both"})
-    assert captions(tmp_path) == {"a.jpg": "both", "a.png": "both"}
-
-
-def test_two_sidecars_of_one_picture_are_a_problem(tmp_path):
-    build(tmp_path, {"a.png": None, "a.txt": "one", "a.TXT": "two"})
-    assert complaints(tmp_path) == ["a.TXT: captions the same picture as a.txt; keep one"]
-
-
-def test_sidecar_goes_before_row_and_row_before_prompt(tmp_path):
-    build(tmp_path, {"a.png": None, "b.png": None, "c.png": None, "a.txt": "sidecar"})
-    rows = [row("a.png", "row a"), row("b.png", "row b"), row("d.png", "row d")]
-    build(tmp_path, {"d.png": None, "d.txt": "", "metadata.jsonl": rows})
-    expected = {"a.png": "sidecar", "b.png": "row b", "c.png": "prompt", "d.png": ""}
-    assert captions(tmp_path, "prompt") == expected
-    counts = {"empty sidecar": 1, "instance_prompt": 1, "metadata": 1, "sidecar": 1}
-    assert found(tmp_path, "prompt").captions_from == counts
-
-
-def test_missing_empty_and_blank_captions_are_told_apart(tmp_path):
-    build(tmp_path, dict.fromkeys(["a.png", "b.png", "c.png", "d.png"]))
-    build(tmp_path, {"b.txt": "", "c.txt": " \r\n", "d.txt": "d"})
-    assert captions(tmp_path) == {"b.png": "", "c.png": "", "d.png": "d"}
-    assert found(tmp_path).drops == {NO_CAPTION: ("a.png",)}
-    assert found(tmp_path).captions_from == {"empty sidecar": 2, "sidecar": 1}
-
-
-@given(text=st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\r")))
-def test_a_caption_is_the_files_text_without_its_ends(tmp_path_factory, text):
-    root = build(tmp_path_factory.mktemp("set"), {"a.png": None, "a.txt": text + "\n"})
-    assert captions(root) == {"a.png": text.removeprefix("\ufeff").strip()}
-
-
-def test_line_ends_and_byte_order_marks_do_not_make_another_caption(tmp_path):
-    build(tmp_path, {"a.png": None, "b.png": None, "a.txt": "one,  two\n\nthree\n"})
-    build(tmp_path, {"b.txt": b"\xef\xbb\xbfone,  two\r\n\r\nthree\r\n"})
-    assert set(captions(tmp_path).values()) == {"one,  two\n\nthree"}
-
-
-def test_a_byte_that_is_not_utf8_is_named_with_its_offset(tmp_path):
-    build(tmp_path, {"a.png": None, "b.png": None, "a.txt": b"man\x92s hat", "b.txt": b"\xff\xfea"})
-    assert complaints(tmp_path) == [
-        "a.txt: is not UTF-8: byte 0x92 at offset 3; save it as UTF-8",
-        "b.txt: is not UTF-8: byte 0xff at offset 0; save it as UTF-8",
-    ]
-
-
-def test_names_and_captions_beyond_ascii_survive(tmp_path):
-    name, caption = "\u00e9t\u00e9 \u65e5\u672c \U0001f600.png", "\u732b"
-    build(tmp_path, {name: None, name.replace(".png", ".txt"): caption})
-    assert captions(tmp_path) == {name: caption}
-
-
 def test_a_name_that_is_not_utf8_is_a_problem_that_can_be_printed(tmp_path):
     with open(os.path.join(os.fsencode(tmp_path), b"\xe9.png"), "wb") as file:
         file.write(png())
     (complaint,) = complaints(tmp_path, "x")
-    assert complaint.encode("ascii")
-
-
-def test_rows_are_relative_to_their_file_and_know_both_separators(tmp_path):
-    build(tmp_path, {"a.png": None, "s/b.png": None, "s/t/c.png": None, "s/d.png": None})
-    build(tmp_path, {"metadata.jsonl": [row("a.png", "A"), row("s\\b.png", "B")]})
-    rows = [{"file_name": "t/c.png", "caption": "C"}, row("./d.png", " D ")]
-    build(tmp_path, {"s/metadata.jsonl": rows})
-    assert captions(tmp_path) == {"a.png": "A", "s/b.png": "B", "s/d.png": "D", "s/t/c.png": "C"}
-
-
-def test_a_byte_order_mark_and_blank_lines_in_metadata_do_no_harm(tmp_path):
-    text = "\ufeff" + json.dumps(row("a.png", "A")) + "\r\n\r\n"
-    build(tmp_path, {"a.png": None, "metadata.jsonl": text})
-    assert captions(tmp_path) == {"a.png": "A"}
-
-
-@pytest.mark.parametrize("name", ["gone.png", "ds/a.png", "../a.png", "/a.png", "notes.md", ""])
-def test_each_row_without_its_picture_names_line_and_path(tmp_path, name):
-    build(tmp_path, {"a.png": None, "notes.md": "", "sub/b.png": None})
-    build(tmp_path, {"metadata.jsonl": [row("a.png", "A"), row(name, "?"), row("too.png", "")]})
-    first, second = complaints(tmp_path, "x")
-    assert first.startswith("metadata.jsonl:2: there is no picture")
-    assert name in first
-    assert second.startswith("metadata.jsonl:3: there is no picture too.png")
-
-
-def test_a_second_row_for_a_picture_is_a_problem(tmp_path):
-    build(tmp_path, {"s/a.png": None, "metadata.jsonl": [row("s/a.png", "one")]})
-    build(tmp_path, {"s/metadata.jsonl": [row("a.png", "two")]})
-    assert complaints(tmp_path) == ["s/metadata.jsonl:1: repeats metadata.jsonl:1: s/a.png"]
-
-
-@pytest.mark.parametrize("line", ["[", "]", "{", '{"text": "x', "[1]", "1", "[" * 9999])
-def test_a_line_that_is_no_json_object_is_named(tmp_path, line):
-    text = json.dumps(row("a.png", "A")) + "\n\n" + line
-    build(tmp_path, {"a.png": None, "metadata.jsonl": text})
-    (complaint,) = complaints(tmp_path)
-    assert complaint.startswith("metadata.jsonl:3: the line is not a JSON object")
-
-
-@pytest.mark.parametrize("caption", [42, ["a", "b"], {"x": 1}, True, "\ud800"])
-def test_a_caption_that_is_no_text_is_refused(tmp_path, caption):
-    build(tmp_path, {"a.png": None, "metadata.jsonl": [row("a.png", caption)]})
-    (complaint,) = complaints(tmp_path, "x")
-    assert complaint.startswith("metadata.jsonl:1: text is no text")
-
-
-def test_null_is_no_caption(tmp_path):
-    rows = [row("a.png", None)]
-    build(tmp_path, {"a.png": None, "b.png": None, "b.txt": "b", "metadata.jsonl": rows})
-    assert found(tmp_path).drops == {NO_CAPTION: ("a.png",)}
-    assert captions(tmp_path, "prompt")["a.png"] == "prompt"
-
-
-@pytest.mark.parametrize("fields", [{}, {"prompt": "x"}, {"text": "x", "caption": "x"}])
-def test_unknown_or_doubled_caption_fields_are_shown(tmp_path, fields):
-    build(tmp_path, {"a.png": None, "metadata.jsonl": [{"file_name": "a.png", **fields}]})
-    (complaint,) = complaints(tmp_path)
-    assert "metadata.jsonl:1" in complaint
-    assert all(field in complaint for field in ("file_name", *fields))
-
-
-@pytest.mark.parametrize("name", ["metadata.json", "metadata.json1", "Metadata.jsonl"])
-def test_a_nearly_right_metadata_name_is_pointed_out(tmp_path, name):
-    build(tmp_path, {"a.png": None, "b.png": None, "b.txt": "b", name: "{}"})
-    (complaint,) = complaints(tmp_path)
-    assert complaint.startswith(name)
-    assert "metadata.jsonl" in complaint
-    assert complaints(tmp_path, "prompt") == []
+    assert complaint.startswith("\\xe9.png: has signs in its name")
 
 
 def test_links_to_files_are_followed_and_broken_ones_named(tmp_path):
@@ -231,9 +131,9 @@ def test_a_pipe_is_never_opened(tmp_path):
 
 
 def test_a_folder_without_pictures_says_what_was_seen(tmp_path):
-    build(tmp_path, {"a.txt": "", "b.txt": "", "c.gif": "", ".d.png": None, "LICENSE": ""})
+    build(tmp_path, {"a.txt": "", "b.txt": "", "c.pdf": "", ".d.png": None, "LICENSE": ""})
     (complaint,) = complaints(tmp_path, "x")
-    for part in (str(tmp_path), "2 .txt", "1 .gif", "1 no suffix", "1 hidden", ".webp"):
+    for part in (str(tmp_path), "2 .txt", "1 .pdf", "1 no suffix", "1 hidden", ".webp"):
         assert part in complaint
 
 
@@ -278,23 +178,192 @@ def test_a_sample_has_the_digest_of_its_bytes_and_its_upright_size(tmp_path):
     exif[0x0112] = 6
     data = png(size=(40, 24), exif=exif)
     build(tmp_path, {"a.png": data})
-    sample = inspect(Candidate(name="a.png", path=tmp_path / "a.png", caption="A"))
-    assert (sample.height, sample.width, sample.repeats) == (40, 24, 1)
-    assert (sample.name, sample.caption) == ("a.png", "A")
-    assert sample.image_key == hashlib.sha256(data).hexdigest()
+    (sample,) = sorted_out(tmp_path, "A").samples
+    key = hashlib.sha256(data).hexdigest()
+    assert sample == Sample("a.png", key, height=40, width=24, captions=("A",), repeats=1)
 
 
 def test_no_path_of_the_machine_enters_a_sample(tmp_path):
     build(tmp_path, {"s/a.png": None})
-    (candidate,) = found(tmp_path, "x").candidates
-    assert str(tmp_path).encode() not in canonical_json(vars(inspect(candidate)))
+    (sample,) = sorted_out(tmp_path, "x").samples
+    assert str(tmp_path).encode() not in canonical_json(as_record(sample))
 
 
 @pytest.mark.parametrize("data", [b"", b"text", png()[:60], png(size=(1, 1))])
 def test_a_bad_picture_is_a_problem_with_its_name(tmp_path, data):
     build(tmp_path, {"s/a.png": data})
-    (candidate,) = found(tmp_path, "x").candidates
-    problem = inspect(candidate)
-    assert isinstance(problem, Problem)
+    (problem,) = sorted_out(tmp_path, "x").problems
     assert problem.subject == "s/a.png"
     assert problem.why
+
+
+def animation(kind="WEBP"):
+    file = io.BytesIO()
+    first, *others = (Image.new("RGB", (32, 24), colour) for colour in ("red", "green", "blue"))
+    first.save(file, kind, save_all=True, append_images=others)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [("a.png", "A.png"), ("caf\u00e9.png", "cafe\u0301.png"), ("x/a.png", "X/a.PNG")],
+)
+def test_names_that_some_systems_take_for_one_are_refused(tmp_path, one, other):
+    build(tmp_path, {one: png(), other: png("blue"), "b.png": None})
+    (complaint,) = complaints(tmp_path, "x")
+    first, second = sorted((one, other))
+    assert complaint.startswith(f"{second} ({second!a}): differs from {first} only in case")
+
+
+@pytest.mark.parametrize(
+    ("name", "escaped"),
+    [
+        ("a\nb.png", "a\\nb.png"),
+        ("a\x1b[31mb.png", "a\\x1b[31mb.png"),
+        ("a\u202egnp.png", "a\\u202egnp.png"),
+        ("a\u2028b.txt", "a\\u2028b.txt"),
+        ("a\x9bb/c.png", "a\\x9bb/c.png"),
+    ],
+)
+def test_signs_that_cannot_be_shown_are_refused_and_escaped(tmp_path, name, escaped):
+    build(tmp_path, {name: None, "b.png": None})
+    (complaint,) = complaints(tmp_path, "x")
+    assert complaint.startswith(f"{escaped}: has signs in its name")
+    assert complaint.isprintable()
+
+
+@given(st.text())
+def test_what_is_shown_can_be_printed_and_written(text):
+    assert not any(sign in shown(text) for sign in "\n\r\x1b\x00\u2028\u202e")
+    assert shown(text).encode("utf-8").decode("utf-8") == shown(text)
+    assert shown(shown(text)) == shown(text)
+
+
+@given(st.text())
+def test_forms_and_cases_of_one_name_fold_to_one(text):
+    for form in ("NFC", "NFD"):
+        assert folded(unicodedata.normalize(form, text)) == folded(text)
+    assert folded(folded(text)) == folded(text)
+
+
+def test_links_to_files_are_noted_by_name(tmp_path):
+    build(tmp_path, {"orig/x.png": None, "set/keep.png": None})
+    (tmp_path / "set/x.png").symlink_to(tmp_path / "orig/x.png")
+    (tmp_path / "set/readme").symlink_to(tmp_path / "orig/x.png")
+    assert found(tmp_path / "set", "x").notes == {manifest.LINKS: ("x.png",)}
+
+
+def test_a_file_that_became_a_pipe_is_not_waited_for(tmp_path):
+    build(tmp_path, {"a.png": None})
+    (candidate,) = found(tmp_path, "x").candidates
+    (tmp_path / "a.png").unlink()
+    os.mkfifo(tmp_path / "a.png")
+    assert inspect(candidate).problem.why == "cannot be read (is no regular file)"
+    (tmp_path / "a.png").unlink()
+    assert "cannot be read (No such file" in inspect(candidate).problem.why
+
+
+def test_no_more_of_a_file_is_read_than_is_allowed(tmp_path):
+    build(tmp_path, {"a.txt": "1234"})
+    assert read_regular(tmp_path / "a.txt", max_bytes=4) == b"1234"
+    with pytest.raises(OSError, match="more than 3 bytes"):
+        read_regular(tmp_path / "a.txt", max_bytes=3)
+
+
+def test_a_file_that_grows_while_it_is_read_is_no_file_that_was_read(tmp_path, monkeypatch):
+    build(tmp_path, {"a.txt": "1234"})
+    look = os.fstat
+
+    def looked(descriptor):
+        found = look(descriptor)
+        (tmp_path / "a.txt").write_text("12345")
+        return found
+
+    monkeypatch.setattr(os, "fstat", looked)
+    with pytest.raises(OSError, match="changed while it was read"):
+        read_regular(tmp_path / "a.txt", max_bytes=99)
+
+
+@pytest.mark.parametrize("name", ["a.gif", "a.BMP", "a.tiff", "a.avif", "a.heic", "a.svg", "a.jxl"])
+def test_a_picture_of_a_format_that_is_not_read_is_refused_by_name(tmp_path, name):
+    build(tmp_path, {name: None, "b.png": None})
+    (problem,) = sorted_out(tmp_path, "x").problems
+    assert (problem.subject, problem.remedy) == (name, "save it as PNG")
+    assert sorted_out(tmp_path, "x", damaged="drop").drops == {"not a format that is read": (name,)}
+
+
+def test_every_refused_picture_is_named_at_once_or_dropped_under_its_kind(tmp_path):
+    bad = {
+        "damaged": png(size=(64, 64))[:100],
+        "not a format that is read": b"",
+        "too narrow": png(size=(8, 800)),
+        "too small": png(size=(7, 64)),
+        "unusable colour profile": png(icc_profile=b"0123456789"),
+        "animated": animation(),
+    }
+    names = {kind: f"{place}.png" for place, kind in enumerate(bad)}
+    build(tmp_path, {names[kind]: data for kind, data in bad.items()} | {"good.png": None})
+    refused = sorted_out(tmp_path, "x")
+    assert {problem.subject for problem in refused.problems} == set(names.values())
+    dropped = sorted_out(tmp_path, "x", damaged="drop")
+    assert dropped.problems == ()
+    assert dropped.drops == {kind: (name,) for kind, name in sorted(names.items())}
+    assert [sample.name for sample in dropped.samples] == ["good.png"]
+
+
+def test_a_file_that_cannot_be_read_is_never_merely_dropped(tmp_path):
+    build(tmp_path, {"a.png": None})
+    (candidate,) = found(tmp_path, "x").candidates
+    gone = Candidate("a.png", tmp_path / "gone.png", candidate.captions)
+    options = DatasetConfig(str(tmp_path), "x", damaged="drop")
+    result = sort_out([(gone, inspect(gone))], options=options)
+    assert (len(result.problems), result.drops) == (1, {})
+
+
+def test_small_pictures_are_dropped_by_name_and_left_where_they_are(tmp_path):
+    sizes = {"a": (64, 64), "b": (64, 31), "c": (31, 64), "d": (32, 32), "e": (4, 4)}
+    build(tmp_path, {f"{name}.png": png(size=size) for name, size in sizes.items()})
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    result = sorted_out(tmp_path, "x", min_side=32)
+    assert [sample.name for sample in result.samples] == ["a.png", "d.png"]
+    assert result.drops == {manifest.BELOW_MIN_SIDE: ("b.png", "c.png", "e.png")}
+    assert result.problems == ()
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+@pytest.mark.parametrize("kind", ["PNG", "WEBP"])
+def test_an_animation_is_refused_unless_its_first_frame_is_asked_for(tmp_path, kind):
+    build(tmp_path, {"a.png": animation(kind)})
+    (problem,) = sorted_out(tmp_path, "x").problems
+    assert str(problem).startswith("a.png: is animated")
+    assert "dataset.animated=first_frame" in problem.remedy
+    taken = sorted_out(tmp_path, "x", animated="first_frame")
+    assert (len(taken.samples), taken.notes) == (1, {manifest.FIRST_FRAMES: ("a.png",)})
+
+
+def test_a_background_belongs_to_transparent_pictures_alone(tmp_path):
+    file = io.BytesIO()
+    Image.new("RGBA", (16, 16), (255, 0, 0, 128)).save(file, "PNG")
+    opaque = io.BytesIO()
+    Image.new("RGBA", (16, 16), (255, 0, 0, 255)).save(opaque, "PNG")
+    build(tmp_path, {"a.png": file.getvalue(), "b.png": None, "c.png": opaque.getvalue()})
+    samples = sorted_out(tmp_path, "x", background="#FF8000").samples
+    assert [sample.background for sample in samples] == ["#ff8000", None, None]
+
+
+def test_copies_are_reported_by_name(tmp_path):
+    build(tmp_path, {"a.png": None, "b.png": png("blue"), "s/c.png": None, "t/d.png": None})
+    assert notes(tmp_path, "x") == {manifest.COPIES: ("a.png = s/c.png = t/d.png",)}
+
+
+def test_a_sidecar_of_several_pictures_or_of_none_is_reported(tmp_path):
+    build(tmp_path, {"a.jpg": None, "a.png": png("blue"), "a.txt": "both", "old.txt": "none"})
+    assert notes(tmp_path) == {
+        manifest.SHARED: ("a.txt (a.jpg, a.png)",),
+        manifest.ORPHANS: ("old.txt",),
+    }
+
+
+def test_a_metadata_file_that_is_not_read_is_reported_even_where_nothing_is_missing(tmp_path):
+    build(tmp_path, {"a.png": None, "Metadata.jsonl": "{}", "s/captions.json": "{}"})
+    assert notes(tmp_path, "x") == {manifest.UNREAD: ("Metadata.jsonl", "s/captions.json")}

@@ -14,14 +14,16 @@ from lib.schema import Config, value_of
 from lib.store import EntryRef, Manifest, Store
 
 GEOMETRY = Geometry(80, 64, 8, 0, 64, 64, False)
+OTHER_GEOMETRY = {"flip": True, "background": "#ffffff"}
 RULE = {"template": None, "positions": "all", "mask": None, "unconditional": "zeros"}
 SAMPLE = {
     "name": "a.png",
     "image_key": "aa",
     "width": 3,
     "height": 4,
-    "caption": "x",
+    "captions": ["x"],
     "repeats": 1,
+    "background": None,
 }
 
 # recipe -> (its arguments, another value for each of them)
@@ -67,8 +69,8 @@ RECIPES = {
         {
             "image_key": ["ab"],
             "geometry": [
-                dataclasses.replace(GEOMETRY, **{field.name: True if field.name == "flip" else 99})
-                for field in dataclasses.fields(Geometry)
+                dataclasses.replace(GEOMETRY, **{name: OTHER_GEOMETRY.get(name, 99)})
+                for name in (field.name for field in dataclasses.fields(Geometry))
             ],
             "autoencoder": ["w"],
             "dtype": ["bf16"],
@@ -131,7 +133,7 @@ def test_no_two_recipes_share_a_key():
     assert len(keys) == len(RECIPES)
 
 
-@pytest.mark.parametrize("name", ["library_version", "version", "background", "depth"])
+@pytest.mark.parametrize("name", ["library_version", "version", "alpha", "depth"])
 def test_another_decoding_makes_other_keys_of_pictures(name, monkeypatch):
     touched = (recipes.manifest_key, recipes.images_key, recipes.latent_key)
     before = [called(recipe, RECIPES[recipe][0]).digest for recipe in touched]
@@ -255,6 +257,8 @@ TEXTS_OR_NULL = (
     "name",
     "family.revision",
     "dataset.instance_prompt",
+    "dataset.trigger",
+    "dataset.prefix",
     "sample.negative_prompt",
     "tracker.uri",
     "tracker.experiment",

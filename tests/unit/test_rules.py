@@ -12,9 +12,16 @@ NAN, INF = "nan", float("inf")
 # setting -> values that break its rule
 BROKEN = {
     "precision.mode": ["fp16", "auto", ""],
+    "dataset.trigger": ["", " ", " sks", "a\nb"],
+    "dataset.prefix": ["", " \n"],
+    "dataset.background": ["", "white", "#fff", "#12345g", "102030", "#1020300"],
+    "dataset.min_side": [-1, 8193],
+    "dataset.animated": ["", "all_frames"],
+    "dataset.damaged": ["", "repair"],
     "buckets.resolution": [0, -64, 63, 8193],
     "buckets.step": [0, -1, 7, 513],
     "buckets.max_aspect": [0.9, 9.0, NAN, INF],
+    "buckets.policy": ["", "upscale"],
     "captions.max_length": [0, 4097],
     "captions.dtype": ["fp64", ""],
     "latents.variants": [0, 65],

@@ -13,7 +13,7 @@ from lib.splits import split_by_content
 
 def sample(content: int, name: str = "a.png") -> Sample:
     key = hashlib.sha256(str(content).encode()).hexdigest()
-    return Sample(name, key, height=8, width=8, caption="x")
+    return Sample(name, key, height=8, width=8, captions=("x",))
 
 
 def sides(samples, fraction):

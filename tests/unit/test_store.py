@@ -169,6 +169,40 @@ def test_an_unreadable_entry_is_damage(store, monkeypatch):
         store.get("latents", KEY)
 
 
+def test_a_file_in_place_of_a_folder_of_entries_is_named(store):
+    folder = store.entry_path("latents", KEY).parent
+    folder.parent.mkdir(parents=True)
+    folder.write_text("in the way")
+    with pytest.raises(files.StorageFailed, match=r"Not a directory") as refused:
+        put(store)
+    assert str(folder) in str(refused.value)
+    with pytest.raises(Damaged):
+        store.get("latents", KEY)
+
+
+def test_quarantine_leaves_what_somebody_made_again_meanwhile(store):
+    put(store)
+    assert store.quarantine("latents", KEY) is None
+    assert store.quarantine("latents", OTHER) is None
+    assert store.get("latents", KEY).tensors == tensors()
+
+
+def test_an_entry_that_is_collected_while_it_is_put_is_written_after_all(store, monkeypatch):
+    """Somebody was first, and their entry is gone before its size is asked for."""
+    put(store)
+    real, asked = Store.size_bytes, []
+
+    def size_bytes(self, kind, key):
+        asked.append(1)
+        if len(asked) == 2:
+            store.entry_path(kind, key).unlink()
+        return real(self, kind, key)
+
+    monkeypatch.setattr(Store, "size_bytes", size_bytes)
+    put(store)
+    assert store.get("latents", KEY).tensors == tensors()
+
+
 def test_quarantine_keeps_every_damaged_file(store):
     contents = [b"first", b"second", b"third"]
     for content in contents:

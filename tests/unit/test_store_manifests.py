@@ -60,6 +60,19 @@ def test_publishing_the_same_manifest_again_only_marks_it_used(store, monkeypatc
     assert path.stat().st_mtime > 1
 
 
+def test_a_manifest_collected_while_it_is_published_again_is_written(store, monkeypatch):
+    manifest = store.publish(manifest_of(put(store)))
+    real = files.touch
+
+    def touch(path):
+        path.unlink()
+        return real(path)
+
+    monkeypatch.setattr(files, "touch", touch)
+    store.publish(manifest)
+    assert store.manifest("cache", KEY) == manifest
+
+
 def test_complete_names_missing_and_resized_entries(store):
     refs = [put(store, digest(number)) for number in range(3)]
     manifest = manifest_of(*refs)

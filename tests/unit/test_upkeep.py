@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from lib import upkeep
 from lib.errors import StateRefused
-from lib.files import TEMP_PREFIX
+from lib.files import TEMP_PREFIX, temporary_prefix
 from lib.keys import digest
 from lib.leases import lease
 from lib.store import EntryRef, Store
@@ -238,6 +238,23 @@ def test_gc_clears_litter_and_leaves_live_writers_and_quarantine_alone(store):
     assert set(report.removed) == {stale, staged, dead}
     assert not any(path.exists() for path in (stale, staged, dead))
     assert all(path.exists() for path in kept)
+
+
+def test_gc_takes_the_lease_of_the_dead_only_with_the_files_it_left(store):
+    """Or nobody would look for them any more."""
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    os.waitpid(child, 0)
+    folder = store.root / "latents" / "ab"
+    folder.mkdir(parents=True)
+    dead, live = (folder / f"{temporary_prefix(pid)}x" for pid in (child, os.getpid()))
+    for path in (dead, live):
+        path.write_text("x")
+        os.utime(path, (NOW, NOW))
+    with lease(store, []):
+        assert set(collect(store).removed) == {dead}
+    assert live.exists()
 
 
 def test_gc_follows_no_link_out_of_the_store(store, tmp_path, put):

@@ -1,0 +1,54 @@
+"""Several processes on one store: nothing corrupt, nothing lost, no lock outlives its holder."""
+
+import os
+import signal
+import time
+
+import pytest
+
+from lib import files
+from lib.store import Store
+from tests.reliability import crashes, crowds
+
+ROUNDS, KEYS = 2, 60
+POINTS = 4  # one call in so many; the benchmark takes all
+
+
+@pytest.mark.slow
+def test_two_writers_with_readers_verify_and_gc_harm_nothing(tmp_path):
+    found = crowds.rounds(count=ROUNDS, keys=KEYS, writers=2, scratch=tmp_path)
+    assert [wrong for wrong in found if wrong] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", ["encode_captions", "build_latent_cache"])
+@pytest.mark.parametrize("half", [False, True])
+def test_gc_at_any_call_of_a_builder_takes_nothing_that_it_has_found(whole, tmp_path, stage, half):
+    calls = crowds.planted(whole[stage], None, scratch=tmp_path, half=half).calls
+    assert calls > 20
+    for number in range(0, calls, POINTS):
+        found = crowds.planted(whole[stage], number, scratch=tmp_path, half=half)
+        assert found.at
+        assert found.wrong == []
+
+
+def test_the_lock_of_a_killed_process_is_free_at_once(tmp_path, monkeypatch):
+    store, held = Store(tmp_path / "store"), tmp_path / "held"
+    lock = store.root / "leases" / ".lock"
+
+    def hold():
+        with files.locked(lock):
+            held.touch()
+            time.sleep(600)
+
+    child = crashes.started(hold, log=tmp_path / "log")
+    while not held.exists():
+        time.sleep(0.01)
+    monkeypatch.setattr(files, "LOCK_SECONDS", 0.2)
+    with pytest.raises(files.StorageFailed, match="lock"), files.locked(lock):
+        pass
+    os.kill(child, signal.SIGKILL)
+    monkeypatch.setattr(files, "LOCK_SECONDS", 5)
+    with files.locked(lock):
+        pass
+    assert crashes.ended(child) == -signal.SIGKILL
