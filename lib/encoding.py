@@ -22,6 +22,7 @@ from lib.images import Geometry, ImageError, decode, render
 from lib.keys import Key
 from lib.records import to_stored
 from lib.store import Store
+from lib.survey import MAX_PICTURE_BYTES, read_regular
 
 MOST_DECODERS = 16
 MOST_CHARS = 200  # of an encoder's own words
@@ -185,7 +186,7 @@ def _batches(pictures: Sequence[Picture], size: int) -> Iterator[list[Picture]]:
 def _pixels(picture: Picture) -> np.ndarray | Failed:
     """The pixels the denoiser will learn; the bytes must be those that were hashed before."""
     try:
-        data = picture.path.read_bytes()
+        data = read_regular(picture.path, max_bytes=MAX_PICTURE_BYTES)
         if hashlib.sha256(data).hexdigest() != picture.image_key:
             return Failed("changed while it was being used", remedy="run again")
         return render(decode(data), picture.geometry)
