@@ -20,6 +20,7 @@ from lib.optimizers import make_optimizer
 from lib.records import DTYPES, to_stored
 from lib.runs import ADAPTER_FILE, EMA_FILE, Claim
 from lib.schema import Config
+from lib.signals import insisting
 from lib.store import Manifest, Store
 from lib.training import checkpoint
 from lib.training.loop import Finished, train
@@ -58,7 +59,12 @@ def train_run(
         events=events,
         total_steps=total_steps,
     )
-    with without_cudnn_attention(), watched as watch:
+    with insisting() as check, without_cudnn_attention(), watched as watch:
+
+        def after_step(step: int) -> None:
+            check()
+            watch(step)
+
         if start == 0:
             watch(0)
         finished = train(
@@ -70,7 +76,7 @@ def train_run(
             folder=folder,
             train_key=claim.key,
             events=events,
-            after_step=watch,
+            after_step=after_step,
         )
     _write_adapter(trainer, claim)
     return replace(finished, held_out=watch.held_out())
