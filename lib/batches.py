@@ -12,6 +12,7 @@ import torch
 from lib import random, shapes
 from lib.buckets import Bucket, MicroBatch, Row, epoch_groups, micro_batches, steps_per_epoch
 from lib.family import Conditioning, Family, Record
+from lib.keys import digest
 from lib.records import from_stored
 from lib.schema import TimestepsConfig
 from lib.store import Store
@@ -256,15 +257,19 @@ def ahead(
 def slots_of(
     samples: Sequence[Mapping[str, Any]],
     *,
-    buckets: Mapping[str, Bucket],
+    images: Sequence[Mapping[str, Any]],
     latents: Mapping[str, Sequence[str]],
-    captions: Mapping[str, str],
+    texts: Mapping[str, str],
 ) -> tuple[Slot, ...]:
-    """Slots in manifest order, repeats expanded; `buckets` and `latents` go by image key."""
+    """Slots in manifest order, repeats expanded.
+
+    `latents` are entry keys by image key, `texts` entry keys by the digest of a caption.
+    """
+    buckets = {image["image_key"]: Bucket(*image["bucket"]) for image in images}
     slots = []
     for sample in samples:
         key = sample["image_key"]
-        texts = tuple(captions[text] for text in sample["captions"])
-        slot = Slot(sample["name"], buckets[key], tuple(latents[key]), texts)
+        captions = tuple(texts[digest(text)] for text in sample["captions"])
+        slot = Slot(sample["name"], buckets[key], tuple(latents[key]), captions)
         slots += [slot] * sample["repeats"]
     return tuple(slots)

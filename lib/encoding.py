@@ -62,15 +62,16 @@ def caption_records(
     def encode(batch: Sequence[str]) -> Sequence[Record]:
         return family.encode_captions(encoders, batch, max_length=max_length)
 
+    def encode_unconditional() -> Record:
+        return family.encode_unconditional(encoders, max_length=max_length)
+
     captions = [text for text in texts if text is not None]
     if family.FACTS.caption_rule["mask"] is not None:
         captions.sort(key=len)  # padded to their batch's longest: alike ones pad least
     for start in range(0, len(captions), batch_size):
         yield from _encoded(encode, captions[start : start + batch_size])
     if None in texts:
-        alone = [family.encode_unconditional]
-        for _, record in _encoded(lambda one: [one[0](encoders, max_length=max_length)], alone):
-            yield None, record
+        yield from _encoded(lambda _: [encode_unconditional()], [None])
 
 
 def picture_records(

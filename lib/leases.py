@@ -25,6 +25,11 @@ class Owner:
     host: str
     started: str
 
+    @property
+    def is_here(self) -> bool:
+        """Whether it is of this host, where it can be asked after."""
+        return self.host == files.this_host()
+
 
 @dataclass(frozen=True)
 class Lease:
@@ -37,7 +42,7 @@ class Lease:
 
     def is_live(self, now: float) -> bool:
         """Whether its process lives; of another host that is believed for a day."""
-        if self.owner.host == files.this_host():
+        if self.owner.is_here:
             return is_alive(self.owner)
         return now - self.time < DAY_SECONDS
 

@@ -102,7 +102,7 @@ def claim(
 def _refuse_if_alive(key: str, record: Mapping[str, Any]) -> None:
     """A process on another host cannot be asked, so it counts as alive."""
     owner = Owner(**record["process"])
-    if owner.host == files.this_host() and not is_alive(owner):
+    if owner.is_here and not is_alive(owner):
         return
     why = f"is running: process {owner.pid} on {owner.host}, folder {record['folder']}"
     raise StateRefused(Problem(f"run {key[:12]}", why, remedy="wait for it, or stop it"))

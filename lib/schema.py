@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 TINY = "tiny"
+CAPTION_TEXTS = ("dataset.instance_prompt", "dataset.trigger", "dataset.prefix")
 
 
 @dataclass(frozen=True)

@@ -7,14 +7,12 @@ from itertools import islice
 from typing import Any
 
 from lib.errors import Problem
+from lib.schema import CAPTION_TEXTS
 
 # What a value may take from elsewhere: another setting, a path of the checkout.
 OURS = re.compile(r"\$\{(checkout:[^${}]*|[\w.]+)\}")
 # Captions and prompts: a comma in one is a comma, and no second run.
-FREE_TEXT = (
-    *("dataset.instance_prompt", "dataset.trigger", "dataset.prefix"),
-    "sample.negative_prompt",
-)
+FREE_TEXT = (*CAPTION_TEXTS, "sample.negative_prompt")
 
 
 def quoted(override: str) -> str:

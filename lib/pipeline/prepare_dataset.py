@@ -188,10 +188,7 @@ def _manifest(
 ) -> Manifest:
     samples = [*split.train, *split.held_out]
     settings = {
-        "resolution": config.buckets.resolution,
-        "step": config.buckets.step,
-        "max_aspect": config.buckets.max_aspect,
-        "policy": config.buckets.policy,
+        **asdict(config.buckets),
         "variants": config.latents.variants,
         "crop_seed": config.latents.crop_seed,
         "random_flip": config.latents.random_flip,

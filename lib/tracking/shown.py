@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from lib.files import user_path
+from lib.schema import CAPTION_TEXTS
 
 MAX_CHARS = 250
 _LEFT_OUT = ("paths", "tracker")
 _FOLDERS = ("dataset.root", "family.base")
-_CAPTIONS = ("dataset.instance_prompt", "dataset.trigger", "dataset.prefix")
 _PATH = re.compile(r"""(?<![\w.:/-])~?/(?:[^\s/,;:'"()\[\]]+/)*([^\s/,;:'"()\[\]]+)/?""")
 _SECRET = re.compile("TOKEN|SECRET|PASSWORD|PASSWD|KEY|CREDENTIAL")
 _SECRET_CHARS = 8
@@ -27,7 +27,7 @@ def shown_config(values: Mapping[str, Any]) -> dict[str, Any]:
 def parameters(values: Mapping[str, Any]) -> dict[str, str]:
     """Every setting by its dotted name, cut to what a parameter holds; prompts are left out."""
     flat = _flat(shown_config(values))
-    left_out = ("sample.prompts", "sample.negative_prompt", *_CAPTIONS)
+    left_out = ("sample.prompts", "sample.negative_prompt", *CAPTION_TEXTS)
     return {name: cut(_as_text(value)) for name, value in flat if name not in left_out}
 
 
@@ -54,7 +54,7 @@ def _shown(name: str, value: Any) -> Any:
     if isinstance(value, list):
         return [_shown(name, item) for item in value]
     if isinstance(value, str):
-        if name in _CAPTIONS:
+        if name in CAPTION_TEXTS:
             return "[not shown]"
         return scrubbed(_last_name(value) if name in _FOLDERS else value)
     return value

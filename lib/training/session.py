@@ -8,14 +8,12 @@ from pathlib import Path
 
 from lib import adapter, ema, files, tensors
 from lib.batches import Assembler, Plan, Records, ahead, slots_of
-from lib.buckets import Bucket
 from lib.device import pick_device, without_cudnn_attention
 from lib.drawing import GridRequest
 from lib.errors import Problem, StateRefused
 from lib.events import Events
 from lib.family import Family
 from lib.hub import Base
-from lib.keys import digest
 from lib.optimizers import make_optimizer
 from lib.records import DTYPES, to_stored
 from lib.runs import ADAPTER_FILE, EMA_FILE, Claim
@@ -113,12 +111,11 @@ def make_trainer(config: Config, family: Family, base: Base, events: Events) -> 
 def make_plan(config: Config, upstream: Upstream) -> Plan:
     """The batch plan over the prepared samples."""
     prepared = upstream["prepare_dataset"].payload
-    texts = upstream["encode_captions"].payload["texts"]
     slots = slots_of(
         prepared["samples"],
-        buckets={image["image_key"]: Bucket(*image["bucket"]) for image in prepared["images"]},
+        images=prepared["images"],
         latents=upstream["build_latent_cache"].payload["variants"],
-        captions={text: texts[digest(text)] for text in prepared["captions"]},
+        texts=upstream["encode_captions"].payload["texts"],
     )
     return Plan(slots, seed=config.seed, batch_size=config.trainer.batch_size)
 

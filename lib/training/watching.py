@@ -7,12 +7,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from lib.batches import Records, slots_of
-from lib.buckets import Bucket
 from lib.drawing import GridRequest, Sampler
 from lib.events import Events
 from lib.family import Family
 from lib.hub import Base
-from lib.keys import digest
 from lib.runs import Claim
 from lib.schema import Config
 from lib.store import Manifest, Store
@@ -83,9 +81,9 @@ def make_held_out(config: Config, family: Family, upstream: Upstream, store: Sto
     ]
     slots = slots_of(
         samples,
-        buckets={image["image_key"]: Bucket(*image["bucket"]) for image in prepared["images"]},
+        images=prepared["images"],
         latents=latents["variants"],
-        captions={s["caption"]: captions["texts"][digest(s["caption"])] for s in samples},
+        texts=captions["texts"],
     )
     draws = fixed_draws(slots, num_draws=config.validation.num_draws, shift=config.timesteps.shift)
     return HeldOut(

@@ -97,6 +97,36 @@ def ensure(configure, seen):
 
 
 @pytest.fixture
+def encoded(ensure, configure):
+    """The configuration of the small run, its inputs, and what is upstream of its training."""
+
+    def made(*overrides):
+        from lib.pipeline import graph
+
+        config = configure(*overrides)
+        stages = ("prepare_dataset", "encode_captions", "build_latent_cache")
+        upstream = {stage: ensure(stage, *overrides) for stage in stages}
+        return config, graph.open_inputs(config), upstream
+
+    return made
+
+
+@pytest.fixture
+def plan_text(configure):
+    """What `plan` prints, up to the export."""
+
+    def made(*overrides):
+        from lib.pipeline import graph
+        from lib.pipeline.planning import plan_lines
+
+        config = configure(*overrides)
+        plans = graph.plan("export", config)
+        return "\n".join(plan_lines(plans, graph.open_inputs(config).store))
+
+    return made
+
+
+@pytest.fixture
 def adapter_of(tmp_path):
     """The bytes of the adapter of a run by its train manifest."""
 

@@ -28,31 +28,14 @@ def prepared(ensure):
 
 
 @pytest.fixture
-def plan_text(configure):
-    def made(*overrides):
-        from lib.pipeline import graph
-        from lib.pipeline.planning import plan_lines
-
-        config = configure(*overrides)
-        return "\n".join(plan_lines(graph.plan("export", config), graph.open_inputs(config).store))
-
-    return made
-
-
-@pytest.fixture
-def drawn(ensure, configure):
+def drawn(encoded):
     """The names that each step of two epochs takes."""
 
     def made(*overrides):
-        from lib.events import Events
-        from lib.pipeline import graph
-        from lib.training.session import make_assembler
+        from lib.training.session import make_plan
 
-        config = configure(*overrides)
-        stages = ("prepare_dataset", "encode_captions", "build_latent_cache")
-        upstream = {stage: graph.ensure(stage, config, Events()) for stage in stages}
-        opened = graph.open_inputs(config)
-        plan = make_assembler(config, opened.family, upstream, opened.store).plan
+        config, _, upstream = encoded(*overrides)
+        plan = make_plan(config, upstream)
         groups = plan.groups(0, 2 * plan.steps_per_epoch)
         return [[plan.slots[index].name for index in group.slots] for group in groups]
 

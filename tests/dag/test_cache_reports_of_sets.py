@@ -117,20 +117,16 @@ def test_a_picture_clamped_to_its_bucket_trains_in_the_shape_it_was_stored_in(
     ensure("train", "trainer.max_steps=2", "trainer.batch_size=1", "trainer.save_every=2")
 
 
-def test_every_row_of_three_shuffled_epochs_has_its_own_picture_and_caption(
-    ensure, configure, data, tmp_path
-):
+def test_every_row_of_three_shuffled_epochs_has_its_own_picture_and_caption(encoded, data):
     from lib.families import flux
     from lib.training.session import make_assembler
 
     colours = ("red", "lime", "blue", "white")
     pictures(data, *((name, (64, 64), name) for name in colours))
-    stages = ("prepare_dataset", "encode_captions", "build_latent_cache")
-    upstream = {stage: ensure(stage) for stage in stages}
-    store = Store(tmp_path / "store")
-    assembler = make_assembler(configure(), flux, upstream, store)
+    config, opened, upstream = encoded()
+    assembler = make_assembler(config, flux, upstream, opened.store)
     images = {s["name"]: s["image_key"] for s in upstream["prepare_dataset"].payload["samples"]}
-    texts, made = (upstream[stage].payload for stage in stages[1:])
+    texts, made = (upstream[s].payload for s in ("encode_captions", "build_latent_cache"))
     rows = 0
     for group in assembler.plan.groups(0, 3 * assembler.plan.steps_per_epoch):
         for batch in assembler.step(group).batches:

@@ -107,9 +107,8 @@ def test_every_caption_of_a_picture_is_encoded_and_trains(ensure, data, counted,
     assert adapter_of(ensure("train")) != adapter_of(made)
 
 
-def test_the_held_out_loss_takes_the_first_caption(ensure, data, configure):
+def test_the_held_out_loss_takes_the_first_caption(ensure, data, encoded):
     from lib.keys import digest
-    from lib.pipeline import graph
     from lib.training.watching import make_held_out
 
     names = [path.name for path in data.glob("*.png")]
@@ -118,10 +117,7 @@ def test_the_held_out_loss_takes_the_first_caption(ensure, data, configure):
     rows = [{"file_name": name, "text": [f"{name} one", f"{name} two"]} for name in names]
     (data / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
     overrides = ("validation.fraction=0.4",)
-    stages = ("prepare_dataset", "encode_captions", "build_latent_cache")
-    upstream = {stage: ensure(stage, *overrides) for stage in stages}
-    config = configure(*overrides)
-    opened = graph.open_inputs(config)
+    config, opened, upstream = encoded(*overrides)
     held_out = make_held_out(config, opened.family, upstream, opened.store)
     texts = upstream["encode_captions"].payload["texts"]
     assert held_out.draws

@@ -9,22 +9,6 @@ import torch
 SIGMAS = [0.05, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.99]
 
 
-@pytest.fixture
-def prepared(ensure, configure):
-    """The upstream manifests of the small run, its inputs, and its configuration."""
-
-    def made(*overrides):
-        from lib.events import Events
-        from lib.pipeline import graph
-
-        config = configure(*overrides)
-        stages = ("prepare_dataset", "encode_captions", "build_latent_cache")
-        upstream = {stage: graph.ensure(stage, config, Events()) for stage in stages}
-        return config, graph.open_inputs(config), upstream
-
-    return made
-
-
 def denoiser_with(state, opened, config):
     from lib import adapter
 
@@ -64,12 +48,12 @@ def mean_loss(denoiser, opened, config, upstream) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_the_mean_loss_over_sigmas_and_pairs_falls(prepared, ensure, adapter_of, seed):
+def test_the_mean_loss_over_sigmas_and_pairs_falls(encoded, ensure, adapter_of, seed):
     from lib import adapter, tensors
     from lib.records import from_stored
 
     overrides = (f"seed={seed}", "trainer.max_steps=60", "trainer.save_every=60")
-    config, opened, upstream = prepared(*overrides)
+    config, opened, upstream = encoded(*overrides)
     fresh = opened.family.load_denoiser(opened.base, dtype=torch.float32, device="cpu")
     adapter.inject(fresh, config.adapter, seed=seed)
     before = mean_loss(fresh, opened, config, upstream)
@@ -149,7 +133,7 @@ def plain_loop(opened, config, upstream, *, steps: int) -> dict[str, torch.Tenso
 
 @pytest.mark.slow
 @pytest.mark.parametrize("micro", [1, 4])
-def test_twenty_steps_equal_a_plain_restatement(prepared, ensure, adapter_of, micro):
+def test_twenty_steps_equal_a_plain_restatement(encoded, ensure, adapter_of, micro):
     """Groups of four over three buckets, mixed groups and fillers included."""
     from lib import tensors
     from lib.records import from_stored
@@ -163,7 +147,7 @@ def test_twenty_steps_equal_a_plain_restatement(prepared, ensure, adapter_of, mi
         "optimizer.weight_decay=0.01",
         "trainer.max_grad_norm=0.05",
     )
-    config, opened, upstream = prepared(*overrides)
+    config, opened, upstream = encoded(*overrides)
     ours = from_stored(tensors.decode(adapter_of(ensure("train", *overrides))).tensors)
     theirs = plain_loop(opened, config, upstream, steps=20)
     assert ours.keys() == theirs.keys()

@@ -31,19 +31,6 @@ def planned(configure):
     return made
 
 
-@pytest.fixture
-def text(configure):
-    def made(*overrides):
-        from lib.pipeline import graph
-        from lib.pipeline.planning import plan_lines
-
-        config = configure(*overrides)
-        plans = graph.plan("export", config)
-        return "\n".join(plan_lines(plans, graph.open_inputs(config).store))
-
-    return made
-
-
 def tensor_bytes(store: Path, kind: str) -> int:
     from lib.tensors import decode
 
@@ -81,9 +68,9 @@ def test_after_the_run_everything_is_a_hit(planned, ensure):
     assert all(plan.hit and not plan.missing for plan in planned().values())
 
 
-def test_a_miss_names_the_settings_that_changed(ensure, text):
+def test_a_miss_names_the_settings_that_changed(ensure, plan_text):
     ensure("export")
-    shown = text("buckets.resolution=96", "optimizer.lr=1e-3")
+    shown = plan_text("buckets.resolution=96", "optimizer.lr=1e-3")
     lines = {line.split()[0]: line for line in shown.splitlines()}
     assert "hit" in lines["encode_captions"]
     assert "buckets.resolution 64 -> 96" in lines["build_latent_cache"]
@@ -92,17 +79,17 @@ def test_a_miss_names_the_settings_that_changed(ensure, text):
     assert "the latents changed" in lines["train"]
 
 
-def test_a_changed_caption_is_named_as_such(ensure, text, data):
+def test_a_changed_caption_is_named_as_such(ensure, plan_text, data):
     ensure("train")
     (data / "fox.txt").write_text("another caption", encoding="utf-8")
-    shown = text()
+    shown = plan_text()
     assert re.search(r"encode_captions +miss +1 of 9 captions missing", shown)
     assert re.search(r"build_latent_cache +hit", shown)
     assert "the data set changed" in shown
 
 
-def test_the_bucket_table_counts_every_picture(text):
-    shown = text()
+def test_the_bucket_table_counts_every_picture(plan_text):
+    shown = plan_text()
     table = dict(re.findall(r"^  (\d+x\d+) +(\d+)", shown, flags=re.MULTILINE))
     assert sum(map(int, table.values())) == 8
     assert len(table) == 3

@@ -24,16 +24,11 @@ def losses(ensure, seen, tmp_path):
     return made
 
 
-def test_what_is_held_out_is_in_no_step_and_is_cached_in_one_variant(ensure, configure):
-    from lib.events import Events
-    from lib.pipeline import graph
+def test_what_is_held_out_is_in_no_step_and_is_cached_in_one_variant(encoded):
     from lib.training.session import make_assembler
 
     overrides = (*HELD_OUT, "latents.variants=3", "latents.random_flip=true")
-    config = configure(*overrides)
-    stages = ("prepare_dataset", "encode_captions", "build_latent_cache")
-    upstream = {stage: graph.ensure(stage, config, Events()) for stage in stages}
-    opened = graph.open_inputs(config)
+    config, opened, upstream = encoded(*overrides)
     assembler = make_assembler(config, opened.family, upstream, opened.store)
     trained = {slot.name for slot in assembler.plan.slots}
     held_out = {sample["name"] for sample in upstream["prepare_dataset"].payload["held_out"]}
@@ -75,22 +70,16 @@ def test_looking_more_often_or_less_moves_no_bit_of_the_adapter(ensure, results_
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_the_loss_is_the_plain_mean_square_over_the_drawn_levels(
-    losses, ensure, configure, dropout
-):
+def test_the_loss_is_the_plain_mean_square_over_the_drawn_levels(losses, encoded, dropout):
     """A plain restatement: the adapter as left, one draw at a time, no batches, no dropout."""
     from lib import adapter, runs, tensors
-    from lib.pipeline import graph
     from lib.records import from_stored
     from lib.training.validation import fixed_draws
     from lib.training.watching import make_held_out
 
     overrides = ("trainer.max_steps=3", f"adapter.dropout={dropout}")
     found, folder = losses(*overrides)
-    config = configure(*HELD_OUT, *overrides)
-    stages = ("prepare_dataset", "encode_captions", "build_latent_cache")
-    upstream = {stage: ensure(stage, *HELD_OUT, *overrides) for stage in stages}
-    opened = graph.open_inputs(config)
+    config, opened, upstream = encoded(*HELD_OUT, *overrides)
     held_out = make_held_out(config, opened.family, upstream, opened.store)
     assert list(held_out.draws) == fixed_draws(
         list(dict.fromkeys(draw.slot for draw in held_out.draws)), num_draws=4, shift=1.0

@@ -296,9 +296,12 @@ def test_slots_follow_the_samples_with_repeats_in_place():
     ]
     found = slots_of(
         samples,
-        buckets={"ka": WIDE, "kb": TALL},
+        images=[
+            {"image_key": "ka", "bucket": list(WIDE.size)},
+            {"image_key": "kb", "bucket": list(TALL.size)},
+        ],
         latents={"ka": ["1", "2"], "kb": ["3"]},
-        captions={"x": "cx", "y": "cy"},
+        texts={digest("x"): "cx", digest("y"): "cy"},
     )
     one = Slot("a.png", WIDE, ("1", "2"), ("cx",))
     other = Slot("b.png", TALL, ("3",), ("cy", "cx"))

@@ -9,7 +9,7 @@ import pytest
 from lib.errors import without_credentials
 from lib.tracking.journal import TrackerFailed
 from lib.tracking.server import Server, prepare_environment
-from lib.tracking.shown import scrubbed
+from lib.tracking.shown import parameters, scrubbed, shown_config
 
 CHECKOUT = Path(__file__).resolve().parents[3]
 
@@ -27,6 +27,14 @@ CHECKOUT = Path(__file__).resolve().parents[3]
 )
 def test_paths_are_their_last_names(text, shown):
     assert scrubbed(text) == shown
+
+
+@pytest.mark.parametrize("name", ["instance_prompt", "trigger", "prefix"])
+def test_what_becomes_part_of_a_caption_is_not_shown(name):
+    values = {"dataset": {name: "a pink walrus", "min_side": 3}}
+    assert parameters(values) == {"dataset.min_side": "3"}
+    assert "walrus" not in str(shown_config(values))
+    assert shown_config({"dataset": {name: None}}) == {"dataset": {name: None}}
 
 
 def test_an_address_is_shown_without_its_credentials():
