@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,11 +28,17 @@ class Injected:
 
 
 def target_matches(module_names: Sequence[str], targets: Sequence[str]) -> dict[str, int]:
-    """How many modules each target names, as PEFT matches: the whole name or a dotted suffix."""
+    """How many modules each target names: by the whole name or a dotted suffix."""
     return {
-        target: sum(name == target or name.endswith(f".{target}") for name in module_names)
+        target: sum(re.fullmatch(_pattern([target]), name) is not None for name in module_names)
         for target in targets
     }
+
+
+def _pattern(targets: Sequence[str]) -> str:
+    """A regular expression over module names; `*` stands for one part of a name."""
+    parts = "|".join(re.escape(target).replace(r"\*", "[^.]+") for target in targets)
+    return rf"(?:.*\.)?(?:{parts})"
 
 
 def check_targets(denoiser: shapes.Module, targets: Sequence[str]) -> dict[str, int]:
@@ -54,11 +61,16 @@ def peft_config(config: AdapterConfig) -> LoraConfig:
     return LoraConfig(
         r=config.rank,
         lora_alpha=config.alpha,  # type: ignore[arg-type]  # PEFT computes with it as a number
-        target_modules=list(config.targets),
+        target_modules=_peft_targets(config.targets),
         lora_dropout=config.dropout,
         init_lora_weights="gaussian",
         bias="none",
     )
+
+
+def _peft_targets(targets: Sequence[str]) -> list[str] | str:
+    """Names as they are, which PEFT matches as we do; an expression where one has a `*`."""
+    return _pattern(targets) if any("*" in target for target in targets) else list(targets)
 
 
 def inject(denoiser: Any, config: AdapterConfig, *, seed: int) -> Injected:

@@ -11,10 +11,11 @@ import torch
 
 from lib import random, shapes
 from lib.buckets import Bucket, MicroBatch, Row, epoch_groups, micro_batches, steps_per_epoch
-from lib.family import Conditioning, Family, Record
+from lib.family import Conditioning, Family, Frame, Record
 from lib.keys import digest
+from lib.noise import NoiseProcess
 from lib.records import from_stored
-from lib.schema import TimestepsConfig
+from lib.schema import ObjectiveConfig, TimestepsConfig
 from lib.store import Store
 
 AHEAD = 2
@@ -31,6 +32,7 @@ class Slot:
     bucket: Bucket
     latents: tuple[str, ...]  # entry key of each variant
     captions: tuple[str, ...]  # entry key of each; one is drawn
+    frames: tuple[Frame, ...]  # how each variant was cut
 
     @property
     def caption(self) -> str:
@@ -93,7 +95,8 @@ class Batch:
     noisy: shapes.Latents
     target: shapes.Target
     level: shapes.Sigma
-    weights: shapes.Weights
+    weights: shapes.Weights  # 0 for a row that only fills
+    loss_weights: shapes.Weights  # the objective's, by level
     conditioning: Conditioning
     names: tuple[str, ...]
 
@@ -106,6 +109,7 @@ class Batch:
             target=moved(self.target),
             level=moved(self.level),
             weights=moved(self.weights),
+            loss_weights=moved(self.loss_weights),
             conditioning=self.conditioning.to(device),
             names=self.names,
         )
@@ -149,7 +153,9 @@ class Assembler:
     family: Family
     records: Records
     constants: Mapping[str, Any]
+    process: NoiseProcess
     timesteps: TimestepsConfig
+    objective: ObjectiveConfig
     micro_batch: int
     caption_dropout: float
     unconditional: str
@@ -165,33 +171,35 @@ class Assembler:
         latents = torch.cat([row.latents for row in rows])
         noise = torch.cat([row.noise for row in rows])
         level = torch.tensor([row.level for row in rows], dtype=torch.float32)
-        process = self.family.FACTS.noise
+        conditioning = self.family.conditioning(
+            [row.caption for row in rows], [row.frame for row in rows]
+        )
         return Batch(
-            noisy=process.add_noise(latents, noise, level),
-            target=process.target(latents, noise, level),
+            noisy=self.process.add_noise(latents, noise, level),
+            target=self.process.target(latents, noise, level),
             level=level,
             weights=torch.tensor([float(row.weight) for row in micro.rows]),
-            conditioning=self.family.conditioning([row.caption for row in rows]),
+            loss_weights=self.process.loss_weight(level, self.objective),
+            conditioning=conditioning,
             names=tuple(self.plan.slots[row.slot].name for row in micro.rows),
         )
 
     def _row(self, row: Row, counter: int) -> _DrawnRow:
         slot = self.plan.slots[row.slot]
         where = _Draw(seed=self.plan.seed, counter=counter, sample_id=slot.name)
-        latents = self._latents(slot, where)
+        variant = where.integer(len(slot.latents), "variant")
+        latents = self._latents(slot.latents[variant], where)
         return _DrawnRow(
             latents=latents,
             noise=where.normal(tuple(latents.shape), "noise"),
-            level=self.family.FACTS.noise.draw_level(
-                self.timesteps, seed=where.seed, counter=counter, sample_id=slot.name
-            ),
+            level=self.process.draw_level(self.timesteps, **vars(where)),
             caption=self._caption(slot, where),
+            frame=slot.frames[variant],
         )
 
-    def _latents(self, slot: Slot, where: _Draw) -> torch.Tensor:
+    def _latents(self, key: str, where: _Draw) -> torch.Tensor:
         """Posterior sample (or mode) in float32, normalised: 1 c h w."""
-        variant = where.integer(len(slot.latents), "variant")
-        record = self.records("latents", slot.latents[variant])
+        record = self.records("latents", key)
         raw = record["mean"][None]
         if not self.family.FACTS.draws_mode:
             raw = raw + record["std"][None] * where.normal(tuple(raw.shape), "posterior")
@@ -211,6 +219,7 @@ class _DrawnRow:
     noise: torch.Tensor
     level: float
     caption: Record
+    frame: Frame
 
 
 @dataclass(frozen=True)
@@ -265,11 +274,26 @@ def slots_of(
 
     `latents` are entry keys by image key, `texts` entry keys by the digest of a caption.
     """
-    buckets = {image["image_key"]: Bucket(*image["bucket"]) for image in images}
+    known = {image["image_key"]: image for image in images}
     slots = []
     for sample in samples:
-        key = sample["image_key"]
-        captions = tuple(texts[digest(text)] for text in sample["captions"])
-        slot = Slot(sample["name"], buckets[key], tuple(latents[key]), captions)
+        image, keys = known[sample["image_key"]], tuple(latents[sample["image_key"]])
+        slot = Slot(
+            name=sample["name"],
+            bucket=Bucket(*image["bucket"]),
+            latents=keys,
+            captions=tuple(texts[digest(text)] for text in sample["captions"]),
+            frames=tuple(_frame(image, cut) for cut in image["variants"][: len(keys)]),
+        )
         slots += [slot] * sample["repeats"]
     return tuple(slots)
+
+
+def _frame(image: Mapping[str, Any], cut: Mapping[str, Any]) -> Frame:
+    """A crop is told as it lies after the flip."""
+    left = cut["resized_width"] - cut["left"] - cut["width"] if cut["flip"] else cut["left"]
+    return Frame(
+        original=(image["height"], image["width"]),
+        crop=(cut["top"], left),
+        size=(cut["height"], cut["width"]),
+    )

@@ -15,7 +15,7 @@ from lib import pictures
 from lib.batches import Records
 from lib.device import pick_device, release
 from lib.events import Events
-from lib.family import Conditioning, Family
+from lib.family import Conditioning, Family, Frame, Schedule, process_of
 from lib.hub import Base
 from lib.random import normal
 from lib.records import DTYPES
@@ -44,7 +44,8 @@ class Sampler:
 
     config: Config
     family: Family
-    base: Base
+    base: Base  # its autoencoder decodes
+    canvas: Base  # its denoiser draws, by its schedule
     request: GridRequest
     store: Store
 
@@ -52,14 +53,16 @@ class Sampler:
         self, denoiser: Any, *, each_step: Callable[[], None] = lambda: None
     ) -> Iterator[torch.Tensor]:
         """Final latents of each prompt; the noise depends on the prompt's place and the seed."""
-        sigmas, unconditional = self._sigmas(), self._unconditional()
+        schedule, unconditional = self._schedule(), self._unconditional()
+        process = process_of(self.family, self.canvas)
         for row, caption in enumerate(self.request.captions):
             yield euler(
                 self.family,
                 denoiser,
                 self._noise(row),
                 conditioning=self._conditioning(caption),
-                sigmas=sigmas,
+                schedule=schedule,
+                process=process,
                 guidance=self.config.sample.guidance,
                 unconditional=unconditional,
                 each_step=each_step,
@@ -82,36 +85,40 @@ class Sampler:
         return pictures.grid(rows, columns=titles, captions=self.request.prompts)
 
     def _shape(self) -> tuple[int, int, int]:
-        side = self.config.buckets.resolution
+        side = self._side()
         autoencoder = self.base.component(self.family.FACTS.autoencoder).config
         return self.family.latent_shape(autoencoder, height=side, width=side)
 
     def _noise(self, row: int) -> torch.Tensor:
+        """In the layout that `normalise` makes, which a family may have patchified."""
+        raw = torch.zeros(1, *self._shape())
+        shape = tuple(self.family.normalise(raw, self.request.constants).shape[1:])
         first = self.config.sample.seed
         drawn = [
-            normal(self._shape(), seed=seed, stream="noise", counter=row, sample_id="sample")
+            normal(shape, seed=seed, stream="noise", counter=row, sample_id="sample")
             for seed in range(first, first + self.config.sample.num_seeds)
         ]
         return torch.from_numpy(np.stack(drawn)).to(pick_device())
 
-    def _sigmas(self) -> list[float]:
-        scheduler = self.base.component("scheduler").config
+    def _schedule(self) -> Schedule:
         _, height, width = self._shape()
-        steps = self.config.sample.steps
-        return self.family.sampling_sigmas(
-            steps, latent_size=(height, width), scheduler=scheduler
-        ).tolist()
+        return self.family.sampling_schedule(
+            self.config.sample.steps, latent_size=(height, width), base=self.canvas
+        )
 
     def _conditioning(self, key: str) -> Conditioning:
-        record = Records(self.store, max_bytes=0)("captions", key)
-        records = [record] * self.config.sample.num_seeds
-        return self.family.conditioning(records).to(pick_device())
+        record, side = Records(self.store, max_bytes=0)("captions", key), self._side()
+        count = self.config.sample.num_seeds
+        whole = Frame(original=(side, side), crop=(0, 0), size=(side, side))
+        return self.family.conditioning([record] * count, [whole] * count).to(pick_device())
 
     def _unconditional(self) -> Conditioning | None:
-        denoiser = self.base.component(self.family.FACTS.denoiser).config
-        if self.family.embeds_guidance(denoiser):
+        if not self.family.guides(self.config.sample.guidance, base=self.canvas):
             return None
         return self._conditioning(self.request.unconditional)
+
+    def _side(self) -> int:
+        return self.config.buckets.resolution
 
 
 def draw_grid(
@@ -137,7 +144,7 @@ def _latents(
 ) -> dict[str, Column]:
     """Final latents by column."""
     dtype = DTYPES[sampler.config.precision.mode]
-    denoiser = sampler.family.load_denoiser(sampler.base, dtype=dtype, device=pick_device())
+    denoiser = sampler.family.load_denoiser(sampler.canvas, dtype=dtype, device=pick_device())
     columns: dict[str, Column] = {"base": [], **{name: [] for name in adapters}}
     total, done = len(columns) * len(sampler.request.prompts), 0
     for name, drawn in columns.items():

@@ -5,18 +5,20 @@ from __future__ import annotations
 import hashlib
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
+from lib.claims import claims
 from lib.device import release
-from lib.errors import Problem
+from lib.errors import Problem, SamplesFailed
+from lib.events import Events
 from lib.family import Family, Posterior, Record
 from lib.images import Geometry, ImageError, decode, render
 from lib.keys import Key
@@ -49,15 +51,39 @@ class Picture:
     path: Path
 
 
+def in_batches(items: Iterable[Item], size: int) -> Iterator[list[Item]]:
+    """Lists of `size`; the last may be shorter."""
+    rest = iter(items)
+    while batch := list(islice(rest, size)):
+        yield batch
+
+
+def caption_order(family: Family, texts: Iterable[str | None]) -> list[str | None]:
+    """Texts as they are best encoded: the unconditional record, then captions.
+
+    Where a family masks, captions of a like length stand together: they pad each other least.
+    """
+    masked = family.FACTS.caption_rule["mask"] is not None
+    return sorted(texts, key=lambda text: (text is not None, len(text or "") if masked else 0))
+
+
+def picture_order(pictures: Iterable[Picture]) -> list[Picture]:
+    """Pictures as they are best encoded: one bucket after the other."""
+    return sorted(pictures, key=_bucket)
+
+
 def caption_records(
     family: Family,
     encoders: Any,
-    texts: Sequence[str | None],
+    texts: Iterable[str | None],
     *,
     max_length: int,
     batch_size: int,
 ) -> Iterator[tuple[str | None, Record | Failed]]:
-    """Each text with its record; None stands for the unconditional one."""
+    """Each text, in order, with its record; None stands for the unconditional one.
+
+    A text is taken from `texts` no sooner than its batch is to be encoded.
+    """
 
     def encode(batch: Sequence[str]) -> Sequence[Record]:
         return family.encode_captions(encoders, batch, max_length=max_length)
@@ -65,33 +91,67 @@ def caption_records(
     def encode_unconditional() -> Record:
         return family.encode_unconditional(encoders, max_length=max_length)
 
-    captions = [text for text in texts if text is not None]
-    if family.FACTS.caption_rule["mask"] is not None:
-        captions.sort(key=len)  # padded to their batch's longest: alike ones pad least
-    for start in range(0, len(captions), batch_size):
-        yield from _encoded(encode, captions[start : start + batch_size])
-    if None in texts:
-        yield from _encoded(lambda _: [encode_unconditional()], [None])
+    for batch in in_batches(texts, batch_size):
+        if None in batch:
+            yield from _encoded(lambda _: [encode_unconditional()], [None])
+        yield from _encoded(encode, [text for text in batch if text is not None])
 
 
 def picture_records(
-    family: Family, autoencoder: Any, pictures: Sequence[Picture], *, batch_size: int
+    family: Family, autoencoder: Any, pictures: Iterable[Picture], *, batch_size: int
 ) -> Iterator[tuple[Picture, Record | Failed]]:
-    """Each picture with its posterior, or with what is wrong; one bucket at a time."""
+    """Each picture, in order, with its posterior, or with what is wrong; a batch has one bucket.
+
+    A picture is taken from `pictures` no sooner than it is to be decoded.
+    """
 
     def encode(batch: Sequence[tuple[Picture, np.ndarray]]) -> Sequence[Record]:
         stacked = torch.from_numpy(np.stack([pixels for _, pixels in batch]))
         posterior = family.encode_images(autoencoder, stacked)
         return [posterior_record(posterior, row=row) for row in range(len(batch))]
 
-    for batch in _decoded(list(_batches(pictures, batch_size)), batch_size=batch_size):
+    for batch in _decoded(_batches(pictures, batch_size), batch_size=batch_size):
         yield from ((p, pixels) for p, pixels in batch if isinstance(pixels, Failed))
         readable = [(p, pixels) for p, pixels in batch if not isinstance(pixels, Failed)]
         yield from ((picture, record) for (picture, _), record in _encoded(encode, readable))
         readable.clear()  # as `_decoded` does with the batch
 
 
-def put_record(
+def put_all(
+    items: Iterable[Item],
+    encode: Callable[[Iterable[Item]], Iterator[tuple[Item, Record | Failed]]],
+    *,
+    keys: Mapping[Item, Key],
+    kind: str,
+    store: Store,
+    subject_of: Callable[[Item], str],
+    events: Events,
+) -> None:
+    """Encode items into the store, shared with any process that is at the same ones.
+
+    Those that fail are told apart, after all others are kept: SamplesFailed.
+    """
+    problems: list[Problem] = []
+    done = 0
+    with claims(store, kind, keys) as claimed:
+
+        def put(records: Iterator[tuple[Item, Record | Failed]]) -> None:
+            nonlocal done
+            for item, record in records:
+                problem = _put(store, kind, keys[item], record, subject=subject_of(item))
+                claimed.free(item)
+                problems.extend([problem] if problem else [])
+                done += 1
+                events.progress(done + claimed.found, len(keys), unit=kind)
+
+        put(encode(claimed.mine(items)))
+        for item in claimed.left():
+            put(encode([item]))
+    if problems:
+        raise SamplesFailed(problems)
+
+
+def _put(
     store: Store, kind: str, key: Key, record: Record | Failed, *, subject: str
 ) -> Problem | None:
     """Store a record under its key; one that failed or is not finite is its subject's problem."""
@@ -152,22 +212,22 @@ def _tried(
 
 
 def _decoded(
-    batches: Sequence[Sequence[Picture]], *, batch_size: int
+    batches: Iterator[list[Picture]], *, batch_size: int
 ) -> Iterator[list[tuple[Picture, np.ndarray | Failed]]]:
-    """Batches of pixels; threads work on the next pictures while the encoder has one."""
-    rest = (picture for batch in batches for picture in batch)
-    pending: deque[Future[np.ndarray | Failed]] = deque()
-    ready: list[tuple[Picture, np.ndarray | Failed]] = []
+    """Batches of pixels; threads work on the next batches while the encoder has one."""
+    pending: deque[list[tuple[Picture, Future[np.ndarray | Failed]]]] = deque()
     with ThreadPoolExecutor(_decoders()) as threads:
 
         def fill() -> None:
-            while len(pending) < look_ahead(batch_size) and (picture := next(rest, None)):
-                pending.append(threads.submit(_pixels, picture))
+            while sum(map(len, pending)) + batch_size <= look_ahead(batch_size) and (
+                batch := next(batches, None)
+            ):
+                pending.append([(picture, threads.submit(_pixels, picture)) for picture in batch])
 
         try:
-            for batch in batches:
-                fill()
-                ready = [(picture, pending.popleft().result()) for picture in batch]
+            fill()
+            while pending:
+                ready = [(picture, pixels.result()) for picture, pixels in pending.popleft()]
                 fill()
                 yield ready
                 ready.clear()  # before more is decoded: memory holds so many and no more
@@ -175,13 +235,13 @@ def _decoded(
             threads.shutdown(wait=False, cancel_futures=True)
 
 
-def _batches(pictures: Sequence[Picture], size: int) -> Iterator[list[Picture]]:
-    def bucket(picture: Picture) -> tuple[int, int]:
-        return picture.geometry.height, picture.geometry.width
+def _bucket(picture: Picture) -> tuple[int, int]:
+    return picture.geometry.height, picture.geometry.width
 
-    for _, group in groupby(sorted(pictures, key=bucket), key=bucket):
-        same = list(group)
-        yield from (same[start : start + size] for start in range(0, len(same), size))
+
+def _batches(pictures: Iterable[Picture], size: int) -> Iterator[list[Picture]]:
+    for _, same in groupby(pictures, key=_bucket):
+        yield from in_batches(same, size)
 
 
 def _pixels(picture: Picture) -> np.ndarray | Failed:

@@ -15,7 +15,6 @@ from lib import shapes
 if TYPE_CHECKING:
     from pathlib import Path
 
-    import numpy as np
     import torch
 
     from lib.hub import Base
@@ -33,10 +32,20 @@ class Posterior:
 
 
 @dataclass(frozen=True)
+class Frame:
+    """How a picture was cut, in pixels (height, width): what SDXL is told beside the caption."""
+
+    original: tuple[int, int]  # upright, before the resize
+    crop: tuple[int, int]  # top, left in the resized picture, after the flip
+    size: tuple[int, int]  # the bucket
+
+
+@dataclass(frozen=True)
 class Conditioning(Mapping[str, "torch.Tensor"]):
     """All that the denoiser takes beside latents and level: named tensors, batch first."""
 
     tensors: Mapping[str, torch.Tensor]
+    lengths: tuple[int, ...] = ()  # text tokens of each row, for a family whose text is padded
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self.tensors[name]
@@ -49,7 +58,16 @@ class Conditioning(Mapping[str, "torch.Tensor"]):
 
     def to(self, device: Any) -> Conditioning:
         moved = {n: t.to(device, non_blocking=True) for n, t in self.tensors.items()}
-        return Conditioning(moved)
+        return Conditioning(moved, self.lengths)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Where a sampler steps through: descending, without the last 0."""
+
+    sigmas: tuple[float, ...]
+    levels: tuple[float, ...]  # what `predict` is given there; of a flow the sigmas themselves
+    scale: float = 1.0  # the noise is multiplied by it before the first step
 
 
 @dataclass(frozen=True)
@@ -58,7 +76,7 @@ class Facts:
 
     name: str
     pipelines: tuple[str, ...]
-    classes: Mapping[str, str]  # component -> class, as in model_index.json
+    classes: Mapping[str, str]  # component -> class in model_index.json; a|b where several do
     text_components: tuple[str, ...]
     autoencoder: str
     denoiser: str
@@ -67,7 +85,12 @@ class Facts:
     caption_rule: Mapping[str, Any]  # template, positions, mask, unconditional; enters caption keys
     max_text_tokens: int
     draws_mode: bool  # latents are the posterior's mode instead of a sample
-    noise: NoiseProcess
+    noise: type[NoiseProcess]
+    reference: str  # the dense base on the Hub
+    diffusers: str  # the release that brought its pipeline
+    latent_dtypes: tuple[str, ...] = ("fp32", "bf16")  # what the autoencoder encodes well in
+    min_text_tokens: int = 1
+    caption_settings: tuple[str, ...] = ()  # settings of the pipeline that enter caption keys
 
 
 @runtime_checkable
@@ -96,7 +119,9 @@ class Family(Protocol):
     def caption_shapes(
         self, configs: Mapping[str, Mapping[str, Any]], *, max_length: int
     ) -> dict[str, tuple[int, ...]]:
-        """The record's shapes from the components' configurations, for plans."""
+        """The longest record's shapes, for plans, from the components' configurations and the
+        pipeline's own under `pipeline`.
+        """
         ...
 
     def load_autoencoder(self, base: Base, *, dtype: torch.dtype, device: Any) -> Any: ...
@@ -109,30 +134,30 @@ class Family(Protocol):
         """Channels, height and width of the raw latents of a picture."""
         ...
 
-    def latent_constants(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """What `normalise` needs of the autoencoder's configuration, as plain numbers."""
+    def latent_constants(self, base: Base) -> dict[str, Any]:
+        """What `normalise` needs of the base's autoencoder, as plain numbers."""
         ...
 
     def normalise(
         self, raw_latents: shapes.RawLatents, constants: Mapping[str, Any]
-    ) -> shapes.RawLatents: ...
+    ) -> shapes.Latents: ...
 
     def denormalise(
-        self, latents: shapes.RawLatents, constants: Mapping[str, Any]
+        self, latents: shapes.Latents, constants: Mapping[str, Any]
     ) -> shapes.RawLatents:
         """The inverse of `normalise`."""
         ...
 
     def decode_latents(self, autoencoder: Any, raw_latents: shapes.RawLatents) -> shapes.Pixels: ...
 
-    def embeds_guidance(self, config: Mapping[str, Any]) -> bool:
-        """Whether the denoiser is fed the guidance scale, and so needs no second pass."""
+    def distillation(self, base: Base) -> str | None:
+        """The sign by which this base is one distilled to few steps, which training undoes."""
         ...
 
     def load_denoiser(self, base: Base, *, dtype: torch.dtype, device: Any) -> Any: ...
 
-    def conditioning(self, records: Sequence[Record]) -> Conditioning:
-        """A batch's conditioning from its samples' caption records."""
+    def conditioning(self, records: Sequence[Record], frames: Sequence[Frame]) -> Conditioning:
+        """A batch's conditioning from its samples' caption records and cuts."""
         ...
 
     def predict(
@@ -147,8 +172,23 @@ class Family(Protocol):
         """The prediction that the family's noise process declares, in canonical layout."""
         ...
 
-    def sampling_sigmas(
-        self, steps: int, *, latent_size: tuple[int, int], scheduler: Mapping[str, Any]
-    ) -> np.ndarray:
-        """The schedule of the family's pipeline: float32, descending, without the last 0."""
+    def sampling_schedule(
+        self, steps: int, *, latent_size: tuple[int, int], base: Base
+    ) -> Schedule:
+        """The schedule of the family's pipeline; `latent_size` is that of the raw latents."""
         ...
+
+    def guides(self, scale: float, *, base: Base) -> bool:
+        """Whether this scale asks for a second prediction, of the unconditional record."""
+        ...
+
+    def guide(
+        self, conditional: shapes.Prediction, unconditional: shapes.Prediction, *, scale: float
+    ) -> shapes.Prediction:
+        """Both predictions as one, in float32."""
+        ...
+
+
+def process_of(family: Family, base: Base) -> NoiseProcess:
+    """The family's noise process, as the base's scheduler configures it."""
+    return family.FACTS.noise.of(base.component("scheduler").config)

@@ -63,7 +63,7 @@ def prove_diffusers_file(
     import diffusers
 
     pipeline = getattr(diffusers, facts.pipelines[0])
-    found, metadata = pipeline.lora_state_dict(
+    found, *_, metadata = pipeline.lora_state_dict(
         str(path.parent),
         weight_name=path.name,
         use_safetensors=True,

@@ -1,18 +1,19 @@
-"""A base and its components: where they lie, what they are, whether they fit (design 3 and 7).
+"""A base and its components: where they lie and what they are (design 3 and 7).
 
 A base is a Hub id with a revision, a local diffusers folder, or `tiny`. Identities come from
 weights and configurations; once learnt they are remembered, so that a warm run needs no file.
+Whether a base fits a family is asked in `lib.fitting`.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lib import files, hub_download
 from lib.errors import InputRefused, Problem
-from lib.family import Facts, Family
+from lib.family import Family
 from lib.files import user_path
 from lib.keys import Key, digest
 from lib.memory import Memory
@@ -21,7 +22,6 @@ from lib.recipes import component_identity
 from lib.schema import TINY, FamilyConfig
 
 INDEX = "model_index.json"
-PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,15 @@ class Base:
         """model_index.json: the pipeline's class and each component's."""
         return json.loads((self.root / INDEX).read_text(encoding="utf-8"))
 
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """The pipeline's own configuration: what its index holds beside the components."""
+        return {
+            name: value
+            for name, value in self.index().items()
+            if not name.startswith("_") and not _names_a_class(value)
+        }
+
     def component(self, name: str) -> Component:
         """A component by its files; what is absent, by what was last recorded of it."""
         remembered = self.memory.last(f"{self.name}/{name}")
@@ -77,7 +86,7 @@ class Base:
                 return Component(**remembered)
             raise _missing(self, name, "config.json")
         component = Component(
-            class_name=_class_name(self.index(), name),
+            class_name=class_name(self.index(), name),
             config=json.loads(config_path.read_text(encoding="utf-8")),
             weights=weights or self._local_weights(name, remembered),
         )
@@ -95,6 +104,16 @@ class Base:
         if absent := self._absent(name):
             raise _missing(self, name, absent[0])
         return folder
+
+    def numbers(self, name: str, *wanted: str) -> dict[str, list[float]]:
+        """Small tensors of a component, flat; read once, then remembered for these weights."""
+        known = f"{self.name}/{name}/{self.identity(name)}"
+        found = dict(self.memory.last(known) or {})
+        if not set(wanted) <= found.keys():
+            for path in sorted(self.folder(name).glob("*.safetensors")):
+                found |= _read_numbers(path, wanted)
+                self.memory.remember(known, path, found)
+        return {tensor: found[tensor] for tensor in wanted}
 
     def _absent(self, name: str) -> list[str]:
         weights = self.component(name).weights
@@ -134,9 +153,13 @@ class UnbuiltTiny(Base):
         super().__init__(TINY, root=root, name=f"file:{root.resolve()}", memory=memory)
         self._family = family
 
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        return self._family.TINY.get("pipeline", {})
+
     def component(self, name: str) -> Component:
-        class_name = self._family.FACTS.classes[name]
-        return Component(class_name, config=self._family.TINY.get(name, {}), weights={})
+        config = self._family.TINY.get(name, {})
+        return Component(self._family.FACTS.classes[name].split("|")[0], config=config, weights={})
 
     def build(self) -> Base:
         """Save it once, under its recipe's digest; another process may be first."""
@@ -160,7 +183,7 @@ def open_base(config: FamilyConfig, *, family: Family, store: Path, memory: Memo
         raise InputRefused(
             Problem(
                 f"family.base={config.base}",
-                "no such folder",
+                "is one file, not a pipeline" if folder.is_file() else "no such folder",
                 "a Hub id, a folder made by save_pretrained, or tiny",
             )
         )
@@ -174,59 +197,32 @@ def on_hub(base: str) -> bool:
     return base != TINY and not user_path(base).is_dir() and not _looks_like_path(base)
 
 
-def base_problems(base: Base, *, family: Family, others: Mapping[str, Facts]) -> Iterator[Problem]:
-    """Whatever keeps a base from being this family's, found in its index and folders alone."""
-    if isinstance(base, UnbuiltTiny):
-        return
-    setting, facts = f"family.base={base.reference}", family.FACTS
-    if not (base.root / INDEX).is_file():
-        yield Problem(setting, f"has no {INDEX}", "a folder made by a pipeline's save_pretrained")
-        return
-    try:
-        index = base.index()
-    except ValueError as error:
-        yield Problem(setting, f"{INDEX} cannot be read ({error})", remedy="save it again")
-        return
-    pipeline = index.get("_class_name")
-    if pipeline not in facts.pipelines:
-        fitting = [name for name, other in others.items() if pipeline in other.pipelines]
-        remedy = f"use family={fitting[0]}" if fitting else ""
-        why = f"holds a {pipeline}; family={facts.name} needs {' or '.join(facts.pipelines)}"
-        yield Problem(setting, why, remedy=remedy)
-        return
-    for name, expected in facts.classes.items():
-        if name not in index:
-            yield Problem(setting, f"{INDEX} names no {name}", expected)
-        elif not _same_class(_class_name(index, name), expected):
-            yield Problem(setting, f"{name} is a {_class_name(index, name)}", expected)
-        elif not base.remote and _only_pickles(base.root / name):
-            remedy = "save it again with safe_serialization=True"
-            yield Problem(setting, f"{name} has pickled weights only", "safetensors", remedy)
-
-
 def _config_path(folder: Path) -> Path | None:
     names = ("config.json", "tokenizer_config.json", "scheduler_config.json")
     return next((folder / name for name in names if (folder / name).is_file()), None)
+
+
+def _read_numbers(path: Path, wanted: Sequence[str]) -> dict[str, list[float]]:
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        there = set(file.keys()) & set(wanted)
+        return {name: file.get_tensor(name).double().flatten().tolist() for name in there}
+
+
+def _names_a_class(value: Any) -> bool:
+    """An index's entry of a component: the library and the class."""
+    return isinstance(value, list) and len(value) == 2 and isinstance(value[1], str | None)
 
 
 def _is_configuration_only(name: str) -> bool:
     return name == "scheduler"
 
 
-def _class_name(index: Mapping[str, Any], component: str) -> str:
+def class_name(index: Mapping[str, Any], component: str) -> str:
+    """The class that a pipeline's index names for a component."""
     entry = index.get(component) or [None, None]
     return str(entry[1])
-
-
-def _same_class(found: str, expected: str) -> bool:
-    """transformers 5 made the `Fast` tokenizer classes aliases of the plain ones."""
-    return found.removesuffix("Fast") == expected.removesuffix("Fast")
-
-
-def _only_pickles(folder: Path) -> bool:
-    if not folder.is_dir() or hub_download.weight_files(folder):
-        return False
-    return any(path.suffix in PICKLES for path in folder.iterdir())
 
 
 def _looks_like_path(base: str) -> bool:

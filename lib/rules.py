@@ -19,7 +19,8 @@ SCHEDULES = (
     "cosine_with_restarts",
     "polynomial",
 )
-DTYPES = ("fp32", "bf16", "fp16")
+DENSE = ("fp32", "bf16")
+DTYPES = (*DENSE, "fp16")
 _COLOUR = re.compile("#[0-9a-fA-F]{6}")
 STORES = ("sqlite", "http", "https", "postgresql", "mysql", "mssql")
 
@@ -64,10 +65,10 @@ RULES: tuple[Rule, ...] = (
     _number("buckets.max_aspect", 1, 8),
     _choice("buckets.policy", "area", "no_upscale"),
     _number("captions.max_length", 1, 4096),
-    _choice("captions.dtype", "auto", *DTYPES),
+    _choice("captions.dtype", "auto", *DENSE, remedy="encoders overflow in fp16"),
     _number("latents.variants", 1, 64),
     _number("latents.crop_seed", 0, 2**63 - 1),
-    _choice("latents.dtype", *DTYPES),
+    _choice("latents.dtype", *DENSE, remedy="autoencoders overflow in fp16"),
     _number("latents.max_bytes", 0, 2**50),
     _number("encode.batch_size", 1, 1024),
     _number("adapter.rank", 1, 320),
@@ -77,6 +78,8 @@ RULES: tuple[Rule, ...] = (
     _number("timesteps.mean", -10, 10),
     _number("timesteps.std", 0.01, 10),
     _above("timesteps.shift", 0),
+    _choice("objective.weighting", "none", "bell", "min_snr"),
+    _above("objective.snr_gamma", 0),
     _choice("optimizer.name", "adamw"),
     _number("optimizer.lr", 1e-12, 10),
     _number("optimizer.weight_decay", 0, 10),
@@ -214,11 +217,15 @@ def _no_effect(config: Config) -> Iterator[Problem]:
     for name in ("mean", "std"):
         value = getattr(timesteps, name)
         if timesteps.density == "uniform" and value != getattr(default.timesteps, name):
-            yield _ignored(
-                f"timesteps.{name}={value}",
-                "timesteps.density=uniform has none",
-                "use timesteps=logit_normal",
-            )
+            why = "timesteps.density=uniform has none"
+            yield _ignored(f"timesteps.{name}={value}", why, "use timesteps=logit_normal")
+    objective = config.objective
+    if objective.weighting != "min_snr" and objective.snr_gamma != default.objective.snr_gamma:
+        yield _ignored(
+            f"objective.snr_gamma={objective.snr_gamma}",
+            f"objective.weighting={objective.weighting} has none",
+            "use objective=min_snr",
+        )
     if config.latents.variants == 1:
         if config.latents.random_flip:
             yield _ignored(
@@ -240,12 +247,11 @@ def _no_effect(config: Config) -> Iterator[Problem]:
                 "validation.fraction=0.0 holds no picture out",
                 "use validation.fraction=0.1",
             )
-    if config.family.revision is not None and _is_local(config.family.base):
-        yield _ignored(
-            f"family.revision={config.family.revision}",
-            f"family.base={config.family.base} is no Hub id",
-            "drop family.revision",
-        )
+    for group in ("family", "sample"):
+        base, revision = (value_of(config, f"{group}.{name}") for name in ("base", "revision"))
+        if revision is not None and (base is None or _is_local(base)):
+            why = f"{group}.base={base} is no Hub id"
+            yield _ignored(f"{group}.revision={revision}", why, f"drop {group}.revision")
 
 
 def _tracker_rules(config: Config) -> Iterator[Problem]:

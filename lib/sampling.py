@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from lib import shapes
 
 if TYPE_CHECKING:
-    from lib.family import Conditioning, Family
+    from lib.family import Conditioning, Family, Schedule
+    from lib.noise import NoiseProcess
 
 
 def euler(
@@ -18,31 +19,34 @@ def euler(
     noise: shapes.Noise,
     *,
     conditioning: Conditioning,
-    sigmas: Sequence[float],
+    schedule: Schedule,
+    process: NoiseProcess,
     guidance: float,
     unconditional: Conditioning | None = None,
     each_step: Callable[[], None] = lambda: None,
 ) -> shapes.Latents:
-    """Euler's method along the flow, from sigma `sigmas[0]` to 0, in float32; returns latents.
+    """Euler's method from `schedule.sigmas[0]` to 0, in float32; returns latents.
 
-    With an unconditional branch the velocity is u + s (c - u) (arXiv:2207.12598); without one the
-    denoiser has the guidance embedded. `each_step` may raise, to stop between two steps.
+    With an unconditional branch the two predictions become one by the family's rule.
+    `each_step` may raise, to stop between two steps.
     """
     import torch
 
-    levels = torch.tensor([*sigmas, 0.0], dtype=torch.float32, device=noise.device)
-    latents = noise
+    sigmas = torch.tensor([*schedule.sigmas, 0.0], dtype=torch.float32, device=noise.device)
+    levels = torch.tensor(schedule.levels, dtype=torch.float32, device=noise.device)
+    latents = noise * schedule.scale
     with torch.no_grad():
-        for level, following in pairwise(levels):
+        for (sigma, following), level in zip(pairwise(sigmas), levels, strict=True):
             each_step()
-            sigma = level.expand(latents.shape[0])
-            velocity = family.predict(
-                denoiser, latents, sigma, conditioning=conditioning, guidance=guidance
+            seen = process.denoiser_input(latents, sigma)
+            step = level.expand(latents.shape[0])
+            prediction = family.predict(
+                denoiser, seen, step, conditioning=conditioning, guidance=guidance
             )
             if unconditional is not None:
-                base = family.predict(
-                    denoiser, latents, sigma, conditioning=unconditional, guidance=guidance
+                other = family.predict(
+                    denoiser, seen, step, conditioning=unconditional, guidance=guidance
                 )
-                velocity = base + guidance * (velocity - base)
-            latents = latents + (following - level) * velocity.float()
+                prediction = family.guide(prediction, other, scale=guidance)
+            latents = latents + (following - sigma) * process.derivative(latents, prediction, sigma)
     return latents

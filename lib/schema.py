@@ -25,6 +25,8 @@ class Preset:
     max_length: int = 512
     steps: int = 28
     guidance: float = 3.5
+    density: str = "logit_normal"
+    shift: float = 1.0
     targets: list[str] = field(default_factory=list)
 
 
@@ -33,6 +35,7 @@ class FamilyConfig:
     name: str = "flux"
     base: str = TINY
     revision: str | None = None
+    allow_distilled: bool = False
     preset: Preset = field(default_factory=Preset)
 
 
@@ -99,6 +102,12 @@ class TimestepsConfig:
 
 
 @dataclass(frozen=True)
+class ObjectiveConfig:
+    weighting: str = "none"
+    snr_gamma: float = 5.0
+
+
+@dataclass(frozen=True)
 class OptimizerConfig:
     name: str = "adamw"
     lr: float = 1e-4
@@ -143,6 +152,8 @@ class ExportConfig:
 
 @dataclass(frozen=True)
 class SampleConfig:
+    base: str | None = None
+    revision: str | None = None
     prompts: list[str] = field(default_factory=list)
     negative_prompt: str | None = None
     seed: int = 0
@@ -184,6 +195,7 @@ class Config:
     encode: EncodeConfig = field(default_factory=EncodeConfig)
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
     timesteps: TimestepsConfig = field(default_factory=TimestepsConfig)
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     lr_schedule: LrScheduleConfig = field(default_factory=LrScheduleConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)

@@ -1,7 +1,8 @@
 """Tensor aliases and the one axis legend.
 
 b batch, c channels, h w latent height and width, H W pixel height and width, l text tokens,
-d features, n image tokens.
+d features, n image tokens. Raw latents, as an autoencoder makes them, may have other channels and
+sides than those that are trained on.
 
 Annotations name these as `shapes.Latents` in modules with postponed annotations, so that a module
 which only declares tensors does not import torch; under pytest they are executed.
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     Pixels = Float32[Tensor, "b 3 H W"]
-    RawLatents = Float[Tensor, "b c h w"]
+    RawLatents = Float[Tensor, "b raw_c raw_h raw_w"]
     Latents = Float32[Tensor, "b c h w"]
     Noise = Float32[Tensor, "b c h w"]
     Sigma = Float32[Tensor, "b"]
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 else:
     _SPECS = {
         "Pixels": ("Float32", "b 3 H W"),
-        "RawLatents": ("Float", "b c h w"),
+        "RawLatents": ("Float", "b raw_c raw_h raw_w"),
         "Latents": ("Float32", "b c h w"),
         "Noise": ("Float32", "b c h w"),
         "Sigma": ("Float32", "b"),

@@ -14,7 +14,7 @@ from lib import files
 from lib.keys import canonical_json, digest
 from lib.tensors import Tensor, decode, encode
 
-RESERVED = frozenset({"manifests", "quarantine", "leases", "memory", "runs"})
+RESERVED = frozenset({"claims", "leases", "manifests", "memory", "quarantine", "runs"})
 _OWN_METADATA = frozenset({"kind", "key", "inputs", "digest"})
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 _KEY = re.compile(r"[0-9a-f]{64}")

@@ -10,7 +10,7 @@ GRID = np.float32(1000)
 
 def draw_sigma(settings: TimestepsConfig, *, seed: int, counter: int, sample_id: str) -> float:
     """One sigma in (0, 1]: a density over sigma, put on a grid of a thousandth, then shifted."""
-    u = _density(settings, seed=seed, counter=counter, sample_id=sample_id)
+    u = draw_unit(settings, seed=seed, counter=counter, sample_id=sample_id)
     on_grid = max(np.ceil(GRID * u), np.float32(1)) / GRID
     return float(shift_sigma(np.float32(on_grid), shift=settings.shift))
 
@@ -21,8 +21,8 @@ def shift_sigma(sigma: np.float32, *, shift: float) -> np.float32:
     return factor * sigma / (np.float32(1) + (factor - np.float32(1)) * sigma)
 
 
-def _density(settings: TimestepsConfig, *, seed: int, counter: int, sample_id: str) -> np.float32:
-    """A draw from (0, 1); a larger mean of the logit-normal is noisier."""
+def draw_unit(settings: TimestepsConfig, *, seed: int, counter: int, sample_id: str) -> np.float32:
+    """A draw from the density over (0, 1); a larger mean of the logit-normal is noisier."""
     if settings.density == "uniform":
         return np.float32(
             uniform(seed=seed, stream="timestep", counter=counter, sample_id=sample_id)

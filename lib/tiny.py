@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
 CORPUS = (
@@ -74,3 +75,75 @@ def t5_encoder(tokenizer: Any, config: Mapping[str, Any]) -> Any:
     from transformers import T5Config, T5EncoderModel
 
     return T5EncoderModel(T5Config(vocab_size=len(tokenizer), **config))
+
+
+INSTRUCTION = (  # the words of the Qwen families' own template, so that each is one token
+    "Describe the image by detailing the color, shape, size, texture, quantity, text, "
+    "spatial relationships of the objects and background:"
+)
+SPECIAL = (
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+)
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}"
+    "{% if enable_thinking is defined and not enable_thinking %}"
+    "{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}{% endif %}"
+)
+
+
+def qwen_tokenizer() -> Any:
+    """A byte-level BPE tokenizer in Qwen's format: every word of the template is one token, so
+    that the families' fixed counts of template tokens hold (34 before the prompt, 5 after it).
+    """
+    from tokenizers import pre_tokenizers
+    from transformers import Qwen2Tokenizer
+
+    known = ["system", "user", "assistant", *re.findall("[A-Za-z]+", INSTRUCTION), *_words()]
+    merges: dict[tuple[str, str], int] = {}
+    for word in dict.fromkeys(form for one in known for form in (one, f"\u0120{one}")):
+        pieces = _merged(list(word), merges)
+        for end in range(1, len(pieces)):  # join left to right what is not one piece yet
+            merges.setdefault(("".join(pieces[:end]), pieces[end]), len(merges))
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    pieces = [*letters, *("".join(pair) for pair in merges)]
+    vocabulary = {piece: number for number, piece in enumerate(dict.fromkeys(pieces))}
+    pairs: list[Any] = list(merges)
+    tokenizer = Qwen2Tokenizer(
+        vocab=vocabulary, merges=pairs, model_max_length=2048, pad_token="<|endoftext|>"
+    )
+    tokenizer.add_special_tokens({"additional_special_tokens": list(SPECIAL[1:])})
+    tokenizer.add_tokens(["<think>", "</think>"])
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def _merged(pieces: list[str], merges: Mapping[tuple[str, str], int]) -> list[str]:
+    """A word's pieces as BPE leaves them: the earliest merge first, wherever it applies."""
+    while found := [pair for pair in pairwise(pieces) if pair in merges]:
+        first, place = min(found, key=merges.__getitem__), 0
+        joined: list[str] = []
+        while place < len(pieces):
+            both = tuple(pieces[place : place + 2])
+            joined.append("".join(both) if both == first else pieces[place])
+            place += 2 if both == first else 1
+        pieces = joined
+    return pieces
+
+
+def qwen_ids(tokenizer: Any) -> dict[str, int]:
+    """The ids that a vision-language configuration names."""
+    names = ("image_pad", "video_pad", "vision_start", "vision_end")
+    keys = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    return {
+        key: tokenizer.convert_tokens_to_ids(f"<|{name}|>")
+        for key, name in zip(keys, names, strict=True)
+    }

@@ -5,16 +5,16 @@ Facts are those of `diffusers.FluxPipeline`; the tests compare with that pipelin
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from lib import shapes, tiny
-from lib.family import Conditioning, Facts, Posterior, Record
-from lib.noise import FLOW
+from lib import autoencoders, shapes, tiny
+from lib import guidance as guidance_rules
+from lib.components import load_encoder, load_model
+from lib.family import Conditioning, Facts, Frame, Record, Schedule
+from lib.noise import Flow
+from lib.schedules import flow_schedule, mu_of_tokens
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -48,7 +48,9 @@ FACTS = Facts(
     },
     max_text_tokens=512,
     draws_mode=False,
-    noise=FLOW,
+    noise=Flow,
+    reference="black-forest-labs/FLUX.1-dev",
+    diffusers="0.30",
 )
 
 TINY: Mapping[str, Any] = {
@@ -115,19 +117,22 @@ class TextEncoders:
     t5_tokenizer: Any
 
 
+load_autoencoder = autoencoders.load_kl
+encode_images = autoencoders.encode_pictures
+decode_latents = autoencoders.decode_pictures
+latent_shape = autoencoders.kl_shape
+latent_constants = autoencoders.shift_and_scale
+normalise, denormalise = autoencoders.scaled, autoencoders.unscaled
+guide = guidance_rules.classifier_free  # of bases that have no guidance embedded
+
+
 def load_text_encoders(base: Base, *, dtype: torch.dtype, device: Any) -> TextEncoders:
     from transformers import CLIPTextModel, CLIPTokenizer, T5EncoderModel, T5Tokenizer
 
-    def load(model: Any, component: str) -> Any:
-        loaded = model.from_pretrained(
-            base.folder(component), dtype=dtype, use_safetensors=True, local_files_only=True
-        )
-        return loaded.requires_grad_(False).eval().to(device)
-
     return TextEncoders(
-        clip=load(CLIPTextModel, "text_encoder"),
+        clip=load_encoder(CLIPTextModel, base, "text_encoder", dtype=dtype, device=device),
         clip_tokenizer=CLIPTokenizer.from_pretrained(base.folder("tokenizer")),
-        t5=load(T5EncoderModel, "text_encoder_2"),
+        t5=load_encoder(T5EncoderModel, base, "text_encoder_2", dtype=dtype, device=device),
         t5_tokenizer=T5Tokenizer.from_pretrained(base.folder("tokenizer_2")),
     )
 
@@ -172,64 +177,26 @@ def caption_shapes(
     }
 
 
-def load_autoencoder(base: Base, *, dtype: torch.dtype, device: Any) -> Any:
-    from diffusers import AutoencoderKL
-
-    autoencoder = AutoencoderKL.from_pretrained(
-        base.folder("vae"), torch_dtype=dtype, use_safetensors=True, local_files_only=True
-    )
-    return autoencoder.requires_grad_(False).eval().to(device)
-
-
-def encode_images(autoencoder: Any, pixels: shapes.Pixels) -> Posterior:
-    import torch
-
-    with torch.no_grad():
-        inputs = pixels.to(autoencoder.device, autoencoder.dtype)
-        distribution = autoencoder.encode(inputs).latent_dist
-    return Posterior(mean=distribution.mean.float().cpu(), std=distribution.std.float().cpu())
+def distillation(base: Base) -> str | None:
+    """-schnell: no guidance is embedded, and the schedule is not shifted by resolution."""
+    scheduler = base.component("scheduler").config
+    if _embeds_guidance(base) or scheduler.get("use_dynamic_shifting", False):
+        return None
+    return "its schedule is -schnell's" if scheduler.get("shift", 1.0) == 1.0 else None
 
 
-def latent_shape(config: Mapping[str, Any], *, height: int, width: int) -> tuple[int, int, int]:
-    factor = 2 ** (len(config["block_out_channels"]) - 1)
-    return config["latent_channels"], height // factor, width // factor
-
-
-def latent_constants(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {"shift": config["shift_factor"], "scale": config["scaling_factor"]}
-
-
-def normalise(raw_latents: shapes.RawLatents, constants: Mapping[str, Any]) -> shapes.RawLatents:
-    return (raw_latents - constants["shift"]) * constants["scale"]
-
-
-def denormalise(latents: shapes.RawLatents, constants: Mapping[str, Any]) -> shapes.RawLatents:
-    return latents / constants["scale"] + constants["shift"]
-
-
-def decode_latents(autoencoder: Any, raw_latents: shapes.RawLatents) -> shapes.Pixels:
-    import torch
-
-    with torch.no_grad():
-        inputs = raw_latents.to(autoencoder.device, autoencoder.dtype)
-        return autoencoder.decode(inputs, return_dict=False)[0].float().cpu()
-
-
-def embeds_guidance(config: Mapping[str, Any]) -> bool:
+def _embeds_guidance(base: Base) -> bool:
     """-dev does; -schnell does not."""
-    return bool(config.get("guidance_embeds", False))
+    return bool(base.component("transformer").config.get("guidance_embeds", False))
 
 
 def load_denoiser(base: Base, *, dtype: torch.dtype, device: Any) -> Any:
     from diffusers import FluxTransformer2DModel
 
-    denoiser = FluxTransformer2DModel.from_pretrained(
-        base.folder("transformer"), torch_dtype=dtype, use_safetensors=True, local_files_only=True
-    )
-    return denoiser.requires_grad_(False).eval().to(device)
+    return load_model(FluxTransformer2DModel, base, "transformer", dtype=dtype, device=device)
 
 
-def conditioning(records: Sequence[Record]) -> Conditioning:
+def conditioning(records: Sequence[Record], frames: Sequence[Frame]) -> Conditioning:
     import torch
 
     names = ("text_embeds", "pooled_embeds")
@@ -272,29 +239,20 @@ def _image_ids(height: int, width: int, *, dtype: torch.dtype, device: Any) -> A
     """(0, row, column) of each image token."""
     import torch
 
-    ids = torch.zeros(height, width, 3)
-    ids[..., 1] += torch.arange(height)[:, None]
-    ids[..., 2] += torch.arange(width)[None, :]
-    return ids.reshape(-1, 3).to(device=device, dtype=dtype)
+    ids = torch.zeros(height, width, 3, device=device)
+    ids[..., 1] += torch.arange(height, device=device)[:, None]
+    ids[..., 2] += torch.arange(width, device=device)[None, :]
+    return ids.reshape(-1, 3).to(dtype)
 
 
-def sampling_sigmas(
-    steps: int, *, latent_size: tuple[int, int], scheduler: Mapping[str, Any]
-) -> np.ndarray:
-    """linspace(1, 1/n, n), shifted by exp(mu), mu linear in the number of image tokens."""
-    sigmas = np.linspace(1.0, 1 / steps, steps).astype(np.float32)
-    if not scheduler.get("use_dynamic_shifting", False):
-        shift = scheduler.get("shift", 1.0)
-        return shift * sigmas / (1 + (shift - 1) * sigmas)
-    fewest, most = (
-        scheduler.get("base_image_seq_len", 256),
-        scheduler.get("max_image_seq_len", 4096),
-    )
-    low, high = scheduler.get("base_shift", 0.5), scheduler.get("max_shift", 1.15)
-    slope = (high - low) / (most - fewest)
+def sampling_schedule(steps: int, *, latent_size: tuple[int, int], base: Base) -> Schedule:
+    scheduler = base.component("scheduler").config
     tokens = (latent_size[0] // 2) * (latent_size[1] // 2)
-    mu = tokens * slope + (low - slope * fewest)
-    return math.exp(mu) / (math.exp(mu) + (1 / sigmas - 1) ** 1.0)
+    return flow_schedule(steps, scheduler=scheduler, mu=mu_of_tokens(tokens, scheduler=scheduler))
+
+
+def guides(scale: float, *, base: Base) -> bool:
+    return scale > 1 and not _embeds_guidance(base)
 
 
 def build_tiny(folder: Path) -> None:

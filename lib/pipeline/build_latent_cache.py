@@ -1,11 +1,10 @@
 """Stage `build_latent_cache`: each picture's variants, encoded once, as posteriors."""
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
-from lib.errors import SamplesFailed
 from lib.events import Events
 from lib.files import user_path
 from lib.images import Geometry
@@ -59,11 +58,7 @@ def plan(config: Config, inputs: Inputs, store: Store) -> StagePlan:
     for work, key in keys.items():
         variants.setdefault(work.image_key, []).append(key.digest)
     key = cache_key(STAGE, by_role)
-    payload = {
-        "variants": variants,
-        "constants": inputs.family.latent_constants(autoencoder.config),
-        "settings": settings,
-    }
+    payload = {"variants": variants, "settings": settings}
     planned = Manifest(STAGE, key.digest, key.inputs, planned_refs(KIND, by_role), payload)
     bytes_of = {keys[work].digest: size for work, size in zip(works, sizes, strict=True)}
     return plan_cache(store, planned, bytes_of=bytes_of, settings=settings)
@@ -94,14 +89,18 @@ def _build(
         check_disk(planned, store, remedy=REMEDY)
         _encode(todo, config, inputs, store, events)
         release()  # now that no name holds the model
-    return publish(store, planned.known(), events, made=len(todo))
+    # Not known before: a family may keep them beside the weights.
+    constants = {"constants": inputs.family.latent_constants(inputs.base)}
+    known = planned.known()
+    known = replace(known, payload={**known.payload, **constants})
+    return publish(store, known, events, made=len(todo))
 
 
 def _encode(
     todo: Mapping[Work, Key], config: Config, inputs: Inputs, store: Store, events: Events
 ) -> None:
     from lib.device import pick_device
-    from lib.encoding import Picture, paths_of, picture_records, put_record
+    from lib.encoding import Picture, paths_of, picture_order, picture_records, put_all
     from lib.records import DTYPES
 
     prepared = inputs.upstream["prepare_dataset"].payload
@@ -110,17 +109,22 @@ def _encode(
     pictures = {
         Picture(w.image_key, w.geometry, paths[w.image_key]): key for w, key in todo.items()
     }
-    dtype, failed = DTYPES[config.latents.dtype], []
+    dtype = DTYPES[config.latents.dtype]
     autoencoder = inputs.family.load_autoencoder(inputs.base, dtype=dtype, device=pick_device())
-    records = picture_records(
-        inputs.family, autoencoder, list(pictures), batch_size=config.encode.batch_size
+
+    def encode(some: Iterable[Picture]) -> Iterator[tuple[Picture, Any]]:
+        batch_size = config.encode.batch_size
+        return picture_records(inputs.family, autoencoder, some, batch_size=batch_size)
+
+    put_all(
+        picture_order(pictures),
+        encode,
+        keys=pictures,
+        kind=KIND,
+        store=store,
+        subject_of=lambda picture: str(picture.path),
+        events=events,
     )
-    for done, (picture, record) in enumerate(records, start=1):
-        key, subject = pictures[picture], str(picture.path)
-        failed.append(put_record(store, KIND, key, record, subject=subject))
-        events.progress(done, len(todo), unit="latents")
-    if problems := [problem for problem in failed if problem]:
-        raise SamplesFailed(problems)
 
 
 def _works(inputs: Inputs) -> list[Work]:

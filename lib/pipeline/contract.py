@@ -29,6 +29,7 @@ class Inputs:
     family: Family
     base: Base
     upstream: Mapping[str, Manifest]
+    canvas: Base  # what samples are drawn on: `sample.base`, or the base itself
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,10 @@ def prompts_of(config: Config, prepared: Mapping[str, Any]) -> list[str]:
 
 
 def grid_entries(config: Config, upstream: Mapping[str, Manifest]) -> dict[str, Any]:
-    """What a grid is drawn with: prompts, their entry keys, that of the other branch's text."""
+    """What a grid is drawn with: prompts, their entry keys, that of the other branch's text.
+
+    Of a latent cache that is only planned the constants are not known.
+    """
     prompts = prompts_of(config, upstream["prepare_dataset"].payload)
     texts = upstream["encode_captions"].payload
     negative = config.sample.negative_prompt
@@ -79,7 +83,7 @@ def grid_entries(config: Config, upstream: Mapping[str, Manifest]) -> dict[str, 
         "unconditional": texts["unconditional"]
         if negative is None
         else texts["texts"][digest(negative)],
-        "constants": upstream["build_latent_cache"].payload["constants"],
+        "constants": upstream["build_latent_cache"].payload.get("constants", {}),
     }
 
 

@@ -1,10 +1,9 @@
 """Stage `encode_captions`: each unique text, encoded once, into the store."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from lib.errors import SamplesFailed
 from lib.events import Events
 from lib.keys import Key, digest
 from lib.leases import lease
@@ -90,27 +89,33 @@ def _encode(
     todo: Mapping[str | None, Key], config: Config, inputs: Inputs, store: Store, events: Events
 ) -> None:
     from lib.device import pick_device
-    from lib.encoding import caption_records, put_record
+    from lib.encoding import caption_order, caption_records, put_all
     from lib.quiet import without_library_bars
     from lib.records import DTYPES
 
-    dtype, failed = DTYPES[_dtype(config)], []
+    dtype = DTYPES[_dtype(config)]
     with without_library_bars():
         encoders = inputs.family.load_text_encoders(inputs.base, dtype=dtype, device=pick_device())
-    records = caption_records(
-        inputs.family,
-        encoders,
-        list(todo),
-        max_length=config.captions.max_length,
-        batch_size=config.encode.batch_size,
-    )
     subjects = {None: "the unconditional record", **_subjects(inputs)}
-    for done, (text, record) in enumerate(records, start=1):
-        subject = subjects.get(text, "a prompt of sample.prompts")
-        failed.append(put_record(store, KIND, todo[text], record, subject=subject))
-        events.progress(done, len(todo), unit="captions")
-    if problems := [problem for problem in failed if problem]:
-        raise SamplesFailed(problems)
+
+    def encode(texts: Iterable[str | None]) -> Iterator[tuple[str | None, Any]]:
+        return caption_records(
+            inputs.family,
+            encoders,
+            texts,
+            max_length=config.captions.max_length,
+            batch_size=config.encode.batch_size,
+        )
+
+    put_all(
+        caption_order(inputs.family, todo),
+        encode,
+        keys=todo,
+        kind=KIND,
+        store=store,
+        subject_of=lambda text: subjects.get(text, "a prompt of sample.prompts"),
+        events=events,
+    )
 
 
 def _subjects(inputs: Inputs) -> dict[str, str]:
@@ -154,6 +159,7 @@ def _keys(config: Config, inputs: Inputs) -> dict[str | None, Key]:
             text,
             encoders=encoders,
             rule=facts.caption_rule,
+            settings={name: inputs.base.settings.get(name) for name in facts.caption_settings},
             max_length=config.captions.max_length,
             dtype=_dtype(config),
         )
@@ -165,5 +171,6 @@ def _record_bytes(config: Config, inputs: Inputs) -> int:
     """Tensor bytes of one record."""
     components = inputs.family.FACTS.text_components
     configs = {name: inputs.base.component(name).config for name in components}
+    configs["pipeline"] = inputs.base.settings
     shapes = inputs.family.caption_shapes(configs, max_length=config.captions.max_length)
     return sum(math.prod(shape) for shape in shapes.values()) * ITEM_BYTES[_dtype(config)]

@@ -1,15 +1,16 @@
 """The one table of stages, and `ensure`: a stage with all that is missing upstream (design 2)."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from types import ModuleType
 
 from lib import families
 from lib.errors import InputRefused, Problem, StateRefused
 from lib.events import Events
-from lib.family import Family
+from lib.family import Facts, Family, process_of
 from lib.files import user_path
-from lib.hub import Base, UnbuiltTiny, base_problems, on_hub, open_base
+from lib.fitting import base_problems, diffusers_problem, distillation_problem
+from lib.hub import Base, UnbuiltTiny, on_hub, open_base
 from lib.leases import lease
 from lib.memory import Memory
 from lib.pipeline import (
@@ -21,7 +22,7 @@ from lib.pipeline import (
     train,
 )
 from lib.pipeline.contract import Inputs, StagePlan
-from lib.schema import Config
+from lib.schema import Config, FamilyConfig
 from lib.store import Manifest, Store
 from lib.verify import EntriesDamaged
 
@@ -45,6 +46,10 @@ class Opened:
     store: Store
     family: Family
     base: Base
+    canvas: Base  # what samples are drawn on
+
+    def inputs(self, upstream: Mapping[str, Manifest]) -> Inputs:
+        return Inputs(self.family, self.base, upstream, self.canvas)
 
 
 def order(target: str) -> list[str]:
@@ -67,43 +72,103 @@ def problems(config: Config, *, online: bool) -> Iterator[Problem]:
     yield from _family_rules(config, family)
     if online or not on_hub(config.family.base):
         yield from _base_problems(config, family)
+    if config.sample.base is not None and (online or not on_hub(config.sample.base)):
+        yield from _canvas_problems(config, family)
     if config.dataset.root and user_path(config.dataset.root).is_dir():
         yield from prepare_dataset.problems(config, Store(user_path(config.paths.store)))
 
 
 def _base_problems(config: Config, family: Family) -> Iterator[Problem]:
-    store = user_path(config.paths.store)
     try:
-        base = open_base(config.family, family=family, store=store, memory=Memory(store))
+        base = _open_base(config.family, config, family)
     except InputRefused as refused:
         yield from refused.problems
         return
-    others = {name: families.get(name).FACTS for name in families.names()}
-    found = list(base_problems(base, family=family, others=others))
+    found = list(base_problems(base, family=family, others=_all_facts()))
     yield from found
+    if found:
+        return
+    try:
+        process_of(family, base)
+    except InputRefused as refused:
+        yield from refused.problems
+    distilled = distillation_problem(base, family=family)
+    if distilled and not config.family.allow_distilled:
+        yield distilled
+    if config.sample.negative_prompt is not None and config.sample.base is None:
+        yield from _negative_rules(config, family, base)
+
+
+def _canvas_problems(config: Config, family: Family) -> Iterator[Problem]:
+    """The base drawn on must be one of the family's; a distilled one is welcome."""
+    try:
+        canvas = _open_base(_canvas_of(config), config, family)
+    except InputRefused as refused:
+        yield from map(_of_sample, refused.problems)
+        return
+    found = list(base_problems(canvas, family=family, others=_all_facts()))
+    yield from map(_of_sample, found)
     if not found and config.sample.negative_prompt is not None:
-        denoiser = base.component(family.FACTS.denoiser).config
-        if family.embeds_guidance(denoiser):
-            why = "would have no effect: the base has its guidance embedded"
-            yield Problem("sample.negative_prompt", why, remedy="drop it")
+        yield from _negative_rules(config, family, canvas)
+
+
+def _negative_rules(config: Config, family: Family, base: Base) -> Iterator[Problem]:
+    scale = config.sample.guidance
+    if not family.guides(scale, base=base):
+        why = f"would have no effect: sample.guidance={scale} asks {base.reference} for no second"
+        yield Problem("sample.negative_prompt", f"{why} prediction", remedy="drop it")
+
+
+def _of_sample(problem: Problem) -> Problem:
+    return replace(problem, subject=problem.subject.replace("family.", "sample.", 1))
 
 
 def _family_rules(config: Config, family: Family) -> Iterator[Problem]:
     facts, step, length = family.FACTS, config.buckets.step, config.captions.max_length
+    if too_old := diffusers_problem(facts):
+        yield too_old
     if step % facts.divisor:
         allowed = f"a multiple of {facts.divisor}"
         yield Problem(f"buckets.step={step}", f"family={facts.name} cannot use it", allowed)
-    if length > facts.max_text_tokens:
-        allowed = f"at most {facts.max_text_tokens}"
-        yield Problem(f"captions.max_length={length}", f"too long for family={facts.name}", allowed)
+    if not facts.min_text_tokens <= length <= facts.max_text_tokens:
+        how = "long" if length > facts.max_text_tokens else "short"
+        why = f"too {how} for family={facts.name}"
+        allowed = f"{facts.min_text_tokens} to {facts.max_text_tokens}"
+        yield Problem(f"captions.max_length={length}", why, allowed)
+    if (dtype := config.latents.dtype) not in facts.latent_dtypes:
+        why = f"the autoencoder of family={facts.name} needs more"
+        yield Problem(f"latents.dtype={dtype}", why, ", ".join(facts.latent_dtypes))
+    if (weighting := config.objective.weighting) not in facts.noise.weightings:
+        why, allowed = f"family={facts.name} has none such", ", ".join(facts.noise.weightings)
+        yield Problem(f"objective.weighting={weighting}", why, allowed)
+    if config.timesteps.shift != 1 and not facts.noise.shifts:
+        why = f"would have no effect: family={facts.name} has steps, not sigmas, to draw"
+        yield Problem(f"timesteps.shift={config.timesteps.shift}", why, remedy="drop it")
+
+
+def _all_facts() -> dict[str, Facts]:
+    return {name: families.get(name).FACTS for name in families.names()}
+
+
+def _canvas_of(config: Config) -> FamilyConfig:
+    """`sample.base` in the form in which a base is opened."""
+    base = config.sample.base or config.family.base
+    return replace(config.family, base=base, revision=config.sample.revision)
+
+
+def _open_base(which: FamilyConfig, config: Config, family: Family) -> Base:
+    store = user_path(config.paths.store)
+    return open_base(which, family=family, store=store, memory=Memory(store))
 
 
 def open_inputs(config: Config) -> Opened:
     """Open the store, the family and the base; nothing is built."""
     store = Store(user_path(config.paths.store))
     family = families.get(config.family.name)
-    base = open_base(config.family, family=family, store=store.root, memory=Memory(store.root))
-    return Opened(store=store, family=family, base=base)
+    base = canvas = _open_base(config.family, config, family)
+    if config.sample.base is not None:
+        canvas = _open_base(_canvas_of(config), config, family)
+    return Opened(store=store, family=family, base=base, canvas=canvas)
 
 
 def ensure(target: str, config: Config, events: Events) -> Manifest:
@@ -112,7 +177,8 @@ def ensure(target: str, config: Config, events: Events) -> Manifest:
     with lease(Store(user_path(config.paths.store)), ()):
         opened = open_inputs(config)
         if isinstance(opened.base, UnbuiltTiny):
-            opened = Opened(opened.store, opened.family, opened.base.build())
+            opened.base.build()
+            opened = open_inputs(config)
         # Each stage may find damage of its own; what then still fails is beyond mending here.
         for _ in order(target):
             try:
@@ -135,7 +201,7 @@ def _ensure(target: str, config: Config, opened: Opened, events: Events) -> Mani
     made: dict[str, Manifest] = {}
     for stage in order(target):
         module, needs = STAGES[stage]
-        inputs = Inputs(opened.family, opened.base, {need: made[need] for need in needs})
+        inputs = opened.inputs({need: made[need] for need in needs})
         if config.upstream == "require" and stage != target:
             _require(module.plan(config, inputs, opened.store))
         made[stage] = module.run(config, inputs, opened.store, events)
@@ -149,7 +215,7 @@ def plan(target: str, config: Config) -> list[StagePlan]:
     for stage in order(target):
         module, needs = STAGES[stage]
         known = {need: m for need in needs if (m := plans[need].manifest)}
-        inputs = Inputs(opened.family, opened.base, known)
+        inputs = opened.inputs(known)
         plans[stage] = module.plan(config, inputs, opened.store)
     return list(plans.values())
 

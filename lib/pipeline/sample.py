@@ -38,6 +38,7 @@ def plan(config: Config, inputs: Inputs, store: Store) -> StagePlan:
         captions=entries["captions"],
         unconditional=entries["unconditional"],
         autoencoder=inputs.base.identity(inputs.family.FACTS.autoencoder),
+        canvas=_canvas_identity(config, inputs),
         targets=_target_keys(prompts, inputs),
         settings=settings,
     )
@@ -75,8 +76,16 @@ def run(config: Config, inputs: Inputs, store: Store, events: Events) -> Manifes
 
 def key_settings(config: Config) -> dict[str, Any]:
     """The settings that enter the key; those of the stages upstream are in theirs."""
-    own = {f"sample.{name}": v for name, v in asdict(config.sample).items() if name != "every"}
+    apart = ("every", "base", "revision")  # a base enters by what it is
+    own = {f"sample.{name}": v for name, v in asdict(config.sample).items() if name not in apart}
     return {**own, **chosen(config, "buckets.resolution", "precision.mode")}
+
+
+def _canvas_identity(config: Config, inputs: Inputs) -> str | None:
+    """The denoiser drawn on, where it is another than the one trained on."""
+    if config.sample.base is None:
+        return None
+    return inputs.canvas.identity(inputs.family.FACTS.denoiser)
 
 
 def _target_keys(prompts: Sequence[str], inputs: Inputs) -> list[str | None]:
@@ -97,7 +106,7 @@ def _draw(
     exported = inputs.upstream["export"].payload["files"]
     root, side = user_path(config.dataset.root), config.buckets.resolution
     return draw_grid(
-        Sampler(config, inputs.family, inputs.base, request, store),
+        Sampler(config, inputs.family, inputs.base, inputs.canvas, request, store),
         adapters={name: Path(made["file"]) for name, made in exported.items()},
         targets=square_pictures(prepared, planned.inputs["targets"], root=root, side=side),
         events=events,

@@ -7,6 +7,7 @@ from lib import runs
 from lib.buckets import PLAN_VERSION, steps_per_epoch
 from lib.errors import InputRefused, Problem
 from lib.events import Events
+from lib.family import process_of
 from lib.files import user_path
 from lib.keys import Key, digest
 from lib.leases import lease
@@ -152,6 +153,7 @@ def _settings(config: Config) -> dict[str, Any]:
     groups = {
         "adapter": config.adapter,
         "timesteps": config.timesteps,
+        "objective": config.objective,
         "optimizer": config.optimizer,
         "lr_schedule": config.lr_schedule,
     }
@@ -174,7 +176,7 @@ def _key(config: Config, inputs: Inputs, steps: int) -> Key:
         captions=digest(entry_keys(inputs.upstream["encode_captions"], *roles)),
         latents=digest(entry_keys(inputs.upstream["build_latent_cache"], "train")),
         denoiser=inputs.base.identity(facts.denoiser),
-        objective=facts.noise.name,
+        objective=process_of(inputs.family, inputs.base).identity,
         settings=_settings(config),
         plan_version=PLAN_VERSION,
         total_steps=steps,

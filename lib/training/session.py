@@ -12,7 +12,7 @@ from lib.device import pick_device, without_cudnn_attention
 from lib.drawing import GridRequest
 from lib.errors import Problem, StateRefused
 from lib.events import Events
-from lib.family import Family
+from lib.family import Family, process_of
 from lib.hub import Base
 from lib.optimizers import make_optimizer
 from lib.records import DTYPES, to_stored
@@ -44,7 +44,7 @@ def train_run(
     trainer = make_trainer(config, family, base, events)
     folder = claim.folder / "checkpoints"
     start, seen = _restore(trainer, folder, key=claim.key, events=events)
-    assembler = make_assembler(config, family, upstream, store)
+    assembler = make_assembler(config, family, base, upstream=upstream, store=store)
     groups = assembler.plan.groups(start, total_steps)
     watched = watching(
         trainer,
@@ -120,7 +120,9 @@ def make_plan(config: Config, upstream: Upstream) -> Plan:
     return Plan(slots, seed=config.seed, batch_size=config.trainer.batch_size)
 
 
-def make_assembler(config: Config, family: Family, upstream: Upstream, store: Store) -> Assembler:
+def make_assembler(
+    config: Config, family: Family, base: Base, *, upstream: Upstream, store: Store
+) -> Assembler:
     """The batch plan, and the records behind it."""
     captions, latents = upstream["encode_captions"], upstream["build_latent_cache"]
     return Assembler(
@@ -128,7 +130,9 @@ def make_assembler(config: Config, family: Family, upstream: Upstream, store: St
         family=family,
         records=Records(store, max_bytes=config.latents.max_bytes),
         constants=latents.payload["constants"],
+        process=process_of(family, base),
         timesteps=config.timesteps,
+        objective=config.objective,
         micro_batch=config.trainer.micro_batch or config.trainer.batch_size,
         caption_dropout=config.trainer.caption_dropout,
         unconditional=captions.payload["unconditional"],

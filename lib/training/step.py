@@ -77,7 +77,7 @@ class Trainer:
             )
 
     def _loss(self, batch: Batch, total_weight: float) -> shapes.Scalar:
-        losses = per_sample_loss(self.predict(batch), batch.target)
+        losses = per_sample_loss(self.predict(batch), batch.target) * batch.loss_weights
         return group_loss(losses, batch.weights, total_weight=total_weight)
 
     def _clip(self) -> shapes.Scalar:

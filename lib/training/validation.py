@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from lib import adapter, files, random
@@ -18,8 +17,8 @@ from lib.batches import Batch, Records, Slot
 from lib.events import Events
 from lib.family import Family
 from lib.intervals import change
+from lib.noise import NoiseProcess
 from lib.objectives import per_sample_loss
-from lib.timesteps import shift_sigma
 from lib.training.step import Trainer
 
 FILE = "validation.json"
@@ -34,23 +33,25 @@ class Draw:
 
     slot: Slot
     number: int
-    sigma: float
+    level: float
 
 
-def fixed_draws(slots: Sequence[Slot], *, num_draws: int, shift: float) -> list[Draw]:
-    """`num_draws` levels for each picture, stratified over sigma, then shifted as in training."""
+def fixed_draws(
+    slots: Sequence[Slot], *, num_draws: int, process: NoiseProcess, shift: float
+) -> list[Draw]:
+    """`num_draws` levels for each picture, stratified, then shifted as in training."""
     return [
-        Draw(slot, number, _sigma(slot.name, number, num_draws=num_draws, shift=shift))
+        Draw(slot, number, process.level_at(_place(slot.name, number, num_draws), shift=shift))
         for slot in slots
         for number in range(num_draws)
     ]
 
 
-def _sigma(name: str, number: int, *, num_draws: int, shift: float) -> float:
-    place = random.uniform(
+def _place(name: str, number: int, num_draws: int) -> float:
+    inside = random.uniform(
         seed=SEED, stream="validation", counter=number, sample_id=f"sigma {name}"
     )
-    return float(shift_sigma(np.float32((number + 1 - place) / num_draws), shift=shift))
+    return (number + 1 - inside) / num_draws
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,7 @@ class HeldOut:
 
     draws: tuple[Draw, ...]
     family: Family
+    process: NoiseProcess
     records: Records
     constants: Mapping[str, Any]
     batch_size: int
@@ -73,15 +75,15 @@ class HeldOut:
         rows = [*draws, *[draws[-1]] * (self.batch_size - len(draws))]
         latents = torch.cat([self._latents(draw.slot) for draw in rows])
         noise = torch.cat([self.noise(draw, tuple(latents.shape[1:])) for draw in rows])
-        level = torch.tensor([draw.sigma for draw in rows], dtype=torch.float32)
-        process = self.family.FACTS.noise
+        level = torch.tensor([draw.level for draw in rows], dtype=torch.float32)
         captions = [self.records("captions", draw.slot.caption) for draw in rows]
         return Batch(
-            noisy=process.add_noise(latents, noise, level),
-            target=process.target(latents, noise, level),
+            noisy=self.process.add_noise(latents, noise, level),
+            target=self.process.target(latents, noise, level),
             level=level,
             weights=torch.tensor([1.0] * len(draws) + [0.0] * (len(rows) - len(draws))),
-            conditioning=self.family.conditioning(captions),
+            loss_weights=torch.ones(len(rows)),  # so that runs with other objectives compare
+            conditioning=self.family.conditioning(captions, [d.slot.frames[0] for d in rows]),
             names=tuple(draw.slot.name for draw in rows),
         )
 
@@ -150,14 +152,15 @@ class Validator:
         return steps[0], steps[-1]
 
     def _measured(self) -> list[tuple[str, float, float]]:
-        """Picture, sigma and loss of every draw, without the adapter's dropout."""
+        """Picture, noisiness and loss of every draw, without the adapter's dropout."""
         denoiser = self.trainer.denoiser
         training, found = denoiser.training, []
         denoiser.eval()
         for batch in self.held_out.batches():
             losses = self._losses_of(batch.to(self.trainer.device))
             rows = zip(batch.names, batch.level.tolist(), losses, batch.weights, strict=True)
-            found += [(name, level, loss) for name, level, loss, weight in rows if weight]
+            noisiness = self.held_out.process.noisiness
+            found += [(name, noisiness(lvl), loss) for name, lvl, loss, weight in rows if weight]
         denoiser.train(training)
         return found
 

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from lib.batches import Records, slots_of
 from lib.drawing import GridRequest, Sampler
 from lib.events import Events
-from lib.family import Family
+from lib.family import Family, process_of
 from lib.hub import Base
+from lib.noise import NoiseProcess
 from lib.runs import Claim
 from lib.schema import Config
 from lib.store import Manifest, Store
@@ -58,10 +59,11 @@ def watching(
     """A watch for the block; leaving it waits for the grids, unless the run failed."""
     validator = previews = None
     if config.validation.fraction:
-        held_out = make_held_out(config, trainer.family, upstream, store)
+        process = process_of(trainer.family, base)
+        held_out = make_held_out(config, trainer.family, process, upstream, store)
         validator = Validator(trainer, held_out, claim.folder, events)
     if config.sample.every:
-        sampler = Sampler(config, trainer.family, base, request, store)
+        sampler = Sampler(config, trainer.family, base, base, request, store)
         previews = Previews(trainer, sampler, folder=claim.folder / "samples", events=events)
     try:
         yield Watch(config, total_steps, validator, previews)
@@ -72,7 +74,9 @@ def watching(
             previews.close()
 
 
-def make_held_out(config: Config, family: Family, upstream: Upstream, store: Store) -> HeldOut:
+def make_held_out(
+    config: Config, family: Family, process: NoiseProcess, upstream: Upstream, store: Store
+) -> HeldOut:
     """The fixed draws over the held-out pictures, each once whatever its repeats."""
     prepared = upstream["prepare_dataset"].payload
     captions, latents = upstream["encode_captions"].payload, upstream["build_latent_cache"].payload
@@ -85,10 +89,16 @@ def make_held_out(config: Config, family: Family, upstream: Upstream, store: Sto
         latents=latents["variants"],
         texts=captions["texts"],
     )
-    draws = fixed_draws(slots, num_draws=config.validation.num_draws, shift=config.timesteps.shift)
+    draws = fixed_draws(
+        slots,
+        num_draws=config.validation.num_draws,
+        process=process,
+        shift=config.timesteps.shift,
+    )
     return HeldOut(
         draws=tuple(draws),
         family=family,
+        process=process,
         records=Records(store, max_bytes=config.latents.max_bytes),
         constants=latents["constants"],
         batch_size=config.trainer.micro_batch or config.trainer.batch_size,

@@ -124,7 +124,7 @@ def test_every_row_of_three_shuffled_epochs_has_its_own_picture_and_caption(enco
     colours = ("red", "lime", "blue", "white")
     pictures(data, *((name, (64, 64), name) for name in colours))
     config, opened, upstream = encoded()
-    assembler = make_assembler(config, flux, upstream, opened.store)
+    assembler = make_assembler(config, flux, opened.base, upstream=upstream, store=opened.store)
     images = {s["name"]: s["image_key"] for s in upstream["prepare_dataset"].payload["samples"]}
     texts, made = (upstream[s].payload for s in ("encode_captions", "build_latent_cache"))
     rows = 0

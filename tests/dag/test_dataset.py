@@ -108,6 +108,7 @@ def test_every_caption_of_a_picture_is_encoded_and_trains(ensure, data, counted,
 
 
 def test_the_held_out_loss_takes_the_first_caption(ensure, data, encoded):
+    from lib.family import process_of
     from lib.keys import digest
     from lib.training.watching import make_held_out
 
@@ -118,7 +119,8 @@ def test_the_held_out_loss_takes_the_first_caption(ensure, data, encoded):
     (data / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
     overrides = ("validation.fraction=0.4",)
     config, opened, upstream = encoded(*overrides)
-    held_out = make_held_out(config, opened.family, upstream, opened.store)
+    process = process_of(opened.family, opened.base)
+    held_out = make_held_out(config, opened.family, process, upstream, opened.store)
     texts = upstream["encode_captions"].payload["texts"]
     assert held_out.draws
     for draw in held_out.draws:

@@ -23,7 +23,9 @@ def mean_loss(denoiser, opened, config, upstream) -> float:
     from lib.random import normal
     from lib.training.session import make_assembler
 
-    assembler = make_assembler(config, opened.family, upstream, opened.store)
+    assembler = make_assembler(
+        config, opened.family, opened.base, upstream=upstream, store=opened.store
+    )
     losses = []
     for slot in assembler.plan.slots:
         record = assembler.records("latents", slot.latents[0])
@@ -32,7 +34,8 @@ def mean_loss(denoiser, opened, config, upstream) -> float:
         noise = torch.from_numpy(
             normal(shape, seed=99, stream="noise", counter=0, sample_id=slot.name)
         )
-        conditioning = opened.family.conditioning([assembler.records("captions", slot.caption)])
+        text = assembler.records("captions", slot.caption)
+        conditioning = opened.family.conditioning([text], slot.frames[:1])
         for sigma in SIGMAS:
             with torch.no_grad():
                 prediction = opened.family.predict(
@@ -72,7 +75,7 @@ def plain_loop(opened, config, upstream, *, steps: int) -> dict[str, torch.Tenso
     from lib.training.session import make_assembler
 
     family = opened.family
-    assembler = make_assembler(config, family, upstream, opened.store)
+    assembler = make_assembler(config, family, opened.base, upstream=upstream, store=opened.store)
     denoiser = family.load_denoiser(opened.base, dtype=torch.float32, device="cpu")
     a = config.adapter
     denoiser.add_adapter(LoraConfig(r=a.rank, lora_alpha=a.alpha, target_modules=list(a.targets)))

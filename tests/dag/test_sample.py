@@ -149,7 +149,7 @@ def test_a_negative_prompt_without_effect_is_refused(configure):
 
     config = configure("sample.negative_prompt=ugly")
     found = [str(problem) for problem in graph.problems(config, online=True)]
-    assert any("sample.negative_prompt" in line and "embedded" in line for line in found)
+    assert any("sample.negative_prompt" in line and "second prediction" in line for line in found)
 
 
 @pytest.mark.parametrize("prompts", [1, 3])

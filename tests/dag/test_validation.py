@@ -29,7 +29,9 @@ def test_what_is_held_out_is_in_no_step_and_is_cached_in_one_variant(encoded):
 
     overrides = (*HELD_OUT, "latents.variants=3", "latents.random_flip=true")
     config, opened, upstream = encoded(*overrides)
-    assembler = make_assembler(config, opened.family, upstream, opened.store)
+    assembler = make_assembler(
+        config, opened.family, opened.base, upstream=upstream, store=opened.store
+    )
     trained = {slot.name for slot in assembler.plan.slots}
     held_out = {sample["name"] for sample in upstream["prepare_dataset"].payload["held_out"]}
     assert trained
@@ -73,6 +75,7 @@ def test_looking_more_often_or_less_moves_no_bit_of_the_adapter(ensure, results_
 def test_the_loss_is_the_plain_mean_square_over_the_drawn_levels(losses, encoded, dropout):
     """A plain restatement: the adapter as left, one draw at a time, no batches, no dropout."""
     from lib import adapter, runs, tensors
+    from lib.family import process_of
     from lib.records import from_stored
     from lib.training.validation import fixed_draws
     from lib.training.watching import make_held_out
@@ -80,9 +83,13 @@ def test_the_loss_is_the_plain_mean_square_over_the_drawn_levels(losses, encoded
     overrides = ("trainer.max_steps=3", f"adapter.dropout={dropout}")
     found, folder = losses(*overrides)
     config, opened, upstream = encoded(*HELD_OUT, *overrides)
-    held_out = make_held_out(config, opened.family, upstream, opened.store)
+    process = process_of(opened.family, opened.base)
+    held_out = make_held_out(config, opened.family, process, upstream, opened.store)
     assert list(held_out.draws) == fixed_draws(
-        list(dict.fromkeys(draw.slot for draw in held_out.draws)), num_draws=4, shift=1.0
+        list(dict.fromkeys(draw.slot for draw in held_out.draws)),
+        num_draws=4,
+        process=process,
+        shift=1.0,
     )
     for name, file in (
         ("held_out_loss", runs.ADAPTER_FILE),
@@ -98,14 +105,14 @@ def test_the_loss_is_the_plain_mean_square_over_the_drawn_levels(losses, encoded
             mean = held_out.records("latents", draw.slot.latents[0])["mean"][None]
             latents = opened.family.normalise(mean, held_out.constants)
             noise = held_out.noise(draw, tuple(latents.shape[1:]))
-            sigma = torch.tensor([draw.sigma])
+            sigma = torch.tensor([draw.level])
             record = held_out.records("captions", draw.slot.caption)
             with torch.no_grad():
                 velocity = opened.family.predict(
                     denoiser,
                     (1 - sigma) * latents + sigma * noise,
                     sigma,
-                    conditioning=opened.family.conditioning([record]),
+                    conditioning=opened.family.conditioning([record], draw.slot.frames),
                     guidance=1.0,
                 )
             values.append(float((velocity - (noise - latents)).square().mean()))

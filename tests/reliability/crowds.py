@@ -4,14 +4,16 @@ import os
 import random
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from lib.keys import digest
+from lib.claims import Claims, claims
+from lib.keys import Key, digest
 from lib.leases import lease, leases
-from lib.store import Damaged, Manifest, Store
+from lib.store import Damaged, EntryRef, Manifest, Store
 from lib.upkeep import gc, verify
 from tests.reliability import crashes, rigs
 from tests.reliability.trials import Whole, put, tensors
@@ -19,6 +21,7 @@ from tests.reliability.trials import Whole, put, tensors
 GRACE_SECONDS = 0.2
 KILL_WITHIN_SECONDS = 0.5
 PATIENCE_SECONDS = 120
+KILLED = 1  # a round; what it was encoding is encoded again
 OLD_SECONDS = 100 * 86_400
 
 
@@ -31,6 +34,11 @@ class Round:
     seed: int
     log: Path
 
+    @property
+    def encoded(self) -> Path:
+        """Where each encode is written down: a key a line."""
+        return self.log.with_name("encoded")
+
     def done(self) -> bool:
         """Whether the writers have ended."""
         return (self.store.root / "done").exists()
@@ -41,9 +49,24 @@ def write(of: Round, number: int) -> None:
     rng = random.Random(of.seed * 100 + number)
     mine = rng.sample(of.keys, len(of.keys) * 3 // 4)
     name = digest([of.seed, number])
+    wanted = {key: Key(key, {}) for key in mine}
     with lease(of.store, [name, *mine]):
-        refs = tuple(put(of.store, key, of.keys.index(key), size=16) for key in mine)
+        with claims(of.store, "latents", wanted) as claimed:
+            for key in claimed.mine(mine):
+                _encode(of, key, claimed)
+            for key in claimed.left():
+                _encode(of, key, claimed)
+        sizes = {key: of.store.size_bytes("latents", key) or 0 for key in mine}
+        refs = tuple(EntryRef("latents", key, size) for key, size in sizes.items())
         of.store.publish(Manifest("cache", name, {}, {"train": refs}, {}))
+
+
+def _encode(of: Round, key: str, claimed: Claims[str]) -> None:
+    """Make an entry, and write down that it was made."""
+    with of.encoded.open("a") as file:
+        file.write(f"{key}\n")
+    put(of.store, key, of.keys.index(key), size=16)
+    claimed.free(key)
 
 
 def read(of: Round, number: int) -> None:
@@ -102,6 +125,9 @@ def _lost(of: Round, writers: int) -> list[str]:
     with lease(of.store, ()):  # clears up after the killed
         wrong += [f"a lease is left: {one.path}" for one in leases(of.store)[1:]]
     wrong += [f"left: {path}" for path in rigs.leftovers(of.store.root)]
+    counts = Counter(of.encoded.read_text().split())
+    if (again := sum(counts.values()) - len(counts)) > KILLED:
+        wrong.append(f"{again} keys were encoded once more than needed")
     if (of.store.root / "quarantine").exists():
         wrong.append("something was set aside")
     return wrong

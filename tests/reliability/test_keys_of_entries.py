@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from lib.images import Geometry
 from lib.recipes import caption_key, latent_key
+from tests.properties import many
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -25,6 +26,7 @@ captions = st.fixed_dictionaries(
         "text": st.none() | texts,
         "encoders": st.dictionaries(texts, texts, max_size=2),
         "rule": rules.map(lambda rule: {**rule, "unconditional": "of-empty"}),
+        "settings": st.dictionaries(texts, st.lists(st.integers(0, 2), max_size=2), max_size=1),
         "max_length": st.integers(1, 3),
         "dtype": st.sampled_from(["fp32", "bf16"]),
     }
@@ -60,7 +62,7 @@ def key_of_latent(inputs):
     return latent_key(inputs["image_key"], inputs["geometry"], **rest).digest
 
 
-@settings(max_examples=200)
+@many
 @given(captions, captions, st.data())
 def test_two_captions_share_a_key_exactly_when_all_inputs_are_equal(one, other, data):
     mixed = {name: data.draw(st.sampled_from([one[name], other[name]])) for name in one}
@@ -68,7 +70,7 @@ def test_two_captions_share_a_key_exactly_when_all_inputs_are_equal(one, other, 
         assert (key_of_caption(left) == key_of_caption(right)) == (left == right)
 
 
-@settings(max_examples=200)
+@many
 @given(latents, latents, st.data())
 def test_two_latents_share_a_key_exactly_when_all_inputs_are_equal(one, other, data):
     mixed = {name: data.draw(st.sampled_from([one[name], other[name]])) for name in one}
@@ -76,6 +78,7 @@ def test_two_latents_share_a_key_exactly_when_all_inputs_are_equal(one, other, d
         assert (key_of_latent(left) == key_of_latent(right)) == (left == right)
 
 
+@many
 @given(captions)
 def test_what_moves_over_the_border_of_two_fields_is_another_key(inputs):
     """`ab` and `c` is not `a` and `bc`."""

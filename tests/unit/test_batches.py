@@ -3,19 +3,20 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lib import random
 from lib.batches import Assembler, Plan, Records, Slot, slots_of
 from lib.buckets import Bucket
-from lib.family import Conditioning
+from lib.family import Conditioning, Frame
 from lib.keys import digest
-from lib.noise import FLOW
+from lib.noise import Flow
 from lib.records import to_stored
-from lib.schema import TimestepsConfig
+from lib.schema import ObjectiveConfig, TimestepsConfig
 from lib.store import Store
 from lib.timesteps import draw_sigma
+from tests.properties import many
 
 WIDE, TALL = Bucket(32, 48), Bucket(48, 32)
 UNCONDITIONAL = digest("unconditional")
@@ -23,7 +24,8 @@ UNCONDITIONAL = digest("unconditional")
 
 def slot(name, bucket=WIDE, variants=1):
     latents = tuple(digest([name, variant]) for variant in range(variants))
-    return Slot(name, bucket, latents, (digest(f"caption of {name}"),))
+    frame = Frame(original=(90, 90), crop=(0, 0), size=(bucket.height, bucket.width))
+    return Slot(name, bucket, latents, (digest(f"caption of {name}"),), (frame,) * variants)
 
 
 SLOTS = tuple(slot(f"{number}.png", WIDE if number % 3 else TALL) for number in range(7))
@@ -43,9 +45,9 @@ def store(tmp_path):
 @pytest.fixture
 def family(fake_family):
     return fake_family(
-        FACTS=SimpleNamespace(noise=FLOW, draws_mode=False),
+        FACTS=SimpleNamespace(draws_mode=False),
         normalise=lambda raw, constants: (raw - constants["shift"]) * constants["scale"],
-        conditioning=lambda records: Conditioning(
+        conditioning=lambda records, frames: Conditioning(
             {"text_embeds": torch.stack([record["text_embeds"] for record in records])}
         ),
     )
@@ -70,7 +72,9 @@ def assembler(store, family):
             family=family,
             records=Records(store, max_bytes=1 << 20),
             constants={"shift": 0.5, "scale": 2.0},
+            process=Flow(),
             timesteps=TimestepsConfig(),
+            objective=ObjectiveConfig(),
             micro_batch=micro_batch,
             caption_dropout=caption_dropout,
             unconditional=UNCONDITIONAL,
@@ -98,7 +102,7 @@ def rows_of(made):
     return sorted(rows)
 
 
-@settings(max_examples=40)
+@many
 @given(
     st.integers(1, 9), st.integers(1, 4), st.integers(0, 99), st.integers(0, 12), st.integers(0, 9)
 )
@@ -110,6 +114,7 @@ def test_steps_from_any_start_are_those_of_a_fresh_run(count, batch_size, seed, 
     assert groups(plan, start, start + more) == fresh[start:]
 
 
+@many
 @given(st.integers(1, 9), st.integers(1, 4), st.integers(0, 99))
 def test_each_sample_drawn_has_a_counter_of_its_own(count, batch_size, seed):
     plan = Plan(tuple(slot(str(n)) for n in range(count)), seed=seed, batch_size=batch_size)
@@ -296,16 +301,23 @@ def test_slots_follow_the_samples_with_repeats_in_place():
     ]
     found = slots_of(
         samples,
-        images=[
-            {"image_key": "ka", "bucket": list(WIDE.size)},
-            {"image_key": "kb", "bucket": list(TALL.size)},
-        ],
+        images=[image_record("ka", WIDE, flips=(False, True)), image_record("kb", TALL)],
         latents={"ka": ["1", "2"], "kb": ["3"]},
         texts={digest("x"): "cx", digest("y"): "cy"},
     )
-    one = Slot("a.png", WIDE, ("1", "2"), ("cx",))
-    other = Slot("b.png", TALL, ("3",), ("cy", "cx"))
+    cuts = tuple(Frame((40, 100), (0, left), WIDE.size) for left in (10, 22))
+    one = Slot("a.png", WIDE, ("1", "2"), ("cx",), cuts)
+    other = Slot("b.png", TALL, ("3",), ("cy", "cx"), (Frame((40, 100), (0, 10), TALL.size),))
     assert found == (one, one, other)
+
+
+def image_record(key, bucket, *, flips=(False,)):
+    """As a prepared data set lists a picture of 40 x 100, cut 10 from the left of 80 pixels."""
+    cut = {"resized_height": 32, "resized_width": 80, "top": 0, "left": 10}
+    cut |= {"height": bucket.height, "width": bucket.width}
+    variants = [{**cut, "flip": flip} for flip in flips]
+    size = {"height": 40, "width": 100}
+    return {"image_key": key, "bucket": list(bucket.size), "variants": variants, **size}
 
 
 def test_records_are_kept_up_to_the_limit_and_read_again_beyond_it(store, monkeypatch):

@@ -16,6 +16,7 @@ from lib.buckets import (
     steps_per_epoch,
 )
 from lib.errors import InputRefused
+from tests.properties import many
 
 BUCKETS = make_buckets(resolution=64, step=16, max_aspect=3.0)
 
@@ -40,6 +41,7 @@ def data_sets(draw):
     return bucket_of, members
 
 
+@many
 @given(settings_of_buckets())
 def test_sides_are_multiples_of_the_step_and_no_bucket_is_too_long(settings):
     for bucket in make_buckets(**settings):
@@ -48,6 +50,7 @@ def test_sides_are_multiples_of_the_step_and_no_bucket_is_too_long(settings):
         assert max(bucket.size) <= settings["max_aspect"] * min(bucket.size)
 
 
+@many
 @given(settings_of_buckets())
 def test_no_area_is_more_than_one_step_away_from_the_resolution(settings):
     for bucket in make_buckets(**settings):
@@ -55,6 +58,7 @@ def test_no_area_is_more_than_one_step_away_from_the_resolution(settings):
         assert off <= settings["step"] * max(*bucket.size, settings["resolution"])
 
 
+@many
 @given(settings_of_buckets())
 def test_buckets_are_sorted_unique_symmetric_and_hold_one_square(settings):
     buckets = make_buckets(**settings)
@@ -63,6 +67,7 @@ def test_buckets_are_sorted_unique_symmetric_and_hold_one_square(settings):
     assert sum(b.height == b.width for b in buckets) == 1
 
 
+@many
 @given(settings_of_buckets())
 def test_no_two_buckets_share_an_aspect(settings):
     buckets = make_buckets(**settings)
@@ -89,6 +94,7 @@ def test_refused_settings_are_named_all_at_once():
         make_buckets(resolution=8, step=16, max_aspect=2.0)
 
 
+@many
 @given(pictures, settings_of_buckets(), st.randoms(use_true_random=False))
 def test_assignment_is_total_and_independent_of_the_order(size, settings, random):
     buckets = list(make_buckets(**settings))
@@ -98,6 +104,7 @@ def test_assignment_is_total_and_independent_of_the_order(size, settings, random
     assert assign(size, buckets=buckets) == chosen
 
 
+@many
 @given(pictures)
 def test_no_other_bucket_keeps_more_of_a_picture(size):
     buckets = make_buckets(resolution=512, step=64, max_aspect=2.5)
@@ -108,6 +115,7 @@ def test_no_other_bucket_keeps_more_of_a_picture(size):
         assert kept <= chosen <= 1
 
 
+@many
 @given(pictures)
 def test_a_turned_picture_goes_to_the_turned_bucket(size):
     assume(size[0] != size[1])
@@ -125,6 +133,7 @@ def test_a_picture_of_a_buckets_size_goes_to_that_bucket_whole(bucket):
     assert assign(larger, buckets=buckets) == bucket
 
 
+@many
 @given(data_sets(), st.integers(0, 5), st.integers(1, 9))
 def test_an_epoch_holds_every_slot_once_in_the_fewest_steps(data_set, epoch, batch_size):
     bucket_of, members = data_set
@@ -135,6 +144,7 @@ def test_an_epoch_holds_every_slot_once_in_the_fewest_steps(data_set, epoch, bat
     assert sum(len(group) < batch_size for group in groups) <= 1
 
 
+@many
 @given(data_sets(), st.integers(1, 9))
 def test_only_remainders_share_a_group_with_another_bucket(data_set, batch_size):
     bucket_of, members = data_set
@@ -149,6 +159,7 @@ def test_only_remainders_share_a_group_with_another_bucket(data_set, batch_size)
         assert pure[bucket] >= len(slots) // batch_size
 
 
+@many
 @given(data_sets(), st.integers(1, 9))
 def test_the_plan_does_not_depend_on_the_order_of_the_buckets(data_set, batch_size):
     _, members = data_set
@@ -167,6 +178,7 @@ def test_seed_and_epoch_change_the_order():
     assert len(plans) == 9
 
 
+@many
 @given(data_sets(), st.sampled_from([(1, 1), (4, 1), (4, 2), (4, 4), (6, 3), (9, 9)]))
 def test_micro_batches_lose_nothing_and_count_nothing_twice(data_set, sizes):
     bucket_of, members = data_set

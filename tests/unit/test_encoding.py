@@ -13,7 +13,15 @@ from PIL import Image
 
 from lib import encoding
 from lib.cuts import geometry
-from lib.encoding import Failed, Picture, caption_records, look_ahead, picture_records
+from lib.encoding import (
+    Failed,
+    Picture,
+    caption_order,
+    caption_records,
+    look_ahead,
+    picture_order,
+    picture_records,
+)
 from lib.family import Posterior
 
 FULL = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 99 bytes."
@@ -106,7 +114,9 @@ def test_no_more_pictures_are_decoded_at_once_than_the_batch_and_what_is_looked_
 
     monkeypatch.setattr(encoding, "render", render)
     found = []
-    for picture, record in picture_records(family(), None, pictures(40), batch_size=batch_size):
+    for picture, record in picture_records(
+        family(), None, picture_order(pictures(40)), batch_size=batch_size
+    ):
         assert not isinstance(record, Failed)
         time.sleep(0.002)  # the encoder's time, in which threads would run ahead
         found.append(picture)
@@ -129,7 +139,7 @@ def test_there_are_as_many_decoders_as_cores_that_may_be_used(monkeypatch):
 def test_a_batch_has_one_bucket_and_every_picture_is_encoded_once(family, pictures):
     batches = []
     given = pictures(10)
-    found = dict(picture_records(family(batches=batches), None, given, batch_size=4))
+    found = dict(picture_records(family(batches=batches), None, picture_order(given), batch_size=4))
     assert found.keys() == set(given)
     assert all(found[p]["mean"].item() == n for n, p in enumerate(given))
     assert sorted(len(batch) for batch in batches) == [2, 4, 4]
@@ -145,7 +155,7 @@ def test_pictures_that_cannot_be_encoded_cost_the_others_nothing(
 ):
     given = pictures(9)
     broken = family(failing(2, 7, error=error))
-    found = dict(picture_records(broken, None, given, batch_size=batch_size))
+    found = dict(picture_records(broken, None, picture_order(given), batch_size=batch_size))
     failed = {n for n, p in enumerate(given) if isinstance(found[p], Failed)}
     assert failed == {2, 7}
     assert type(error).__name__ in found[given[2]].why
@@ -166,7 +176,7 @@ def test_texts_that_cannot_be_encoded_cost_the_others_nothing(family, batch_size
 def test_a_fault_of_ours_is_no_failed_sample(family, pictures, error):
     broken = family(failing(1, error=error))
     with pytest.raises(type(error)):
-        list(picture_records(broken, None, pictures(3), batch_size=1))
+        list(picture_records(broken, None, picture_order(pictures(3)), batch_size=1))
     with pytest.raises(type(error)):
         list(caption_records(broken, None, ["x"], max_length=9, batch_size=1))
 
@@ -183,7 +193,7 @@ def test_a_batch_that_does_not_fit_is_encoded_one_by_one(family, pictures):
 
     given = pictures(9)
     small = family(encode(1), batches=batches)
-    found = dict(picture_records(small, None, given, batch_size=4))
+    found = dict(picture_records(small, None, picture_order(given), batch_size=4))
     assert all(found[p]["mean"].item() == n for n, p in enumerate(given))
 
 
@@ -191,7 +201,7 @@ def test_a_picture_that_has_changed_or_gone_fails_alone(family, pictures):
     given = pictures(4)
     given[1].path.write_bytes(given[2].path.read_bytes())
     given[3].path.unlink()
-    found = dict(picture_records(family(), None, given, batch_size=2))
+    found = dict(picture_records(family(), None, picture_order(given), batch_size=2))
     assert "changed while" in found[given[1]].why
     assert "cannot be read" in found[given[3]].why
     assert found[given[2]]["mean"].item() == 2
@@ -203,13 +213,14 @@ def test_a_picture_that_has_changed_or_gone_fails_alone(family, pictures):
 def test_texts_go_by_length_only_where_padding_is_masked(family, mask, expected):
     batches = []
     of = family(mask=mask, batches=batches)
-    found = dict(caption_records(of, None, ["bbb", "a", "cc"], max_length=9, batch_size=2))
+    order = caption_order(of, ["bbb", "a", "cc"])
+    found = dict(caption_records(of, None, order, max_length=9, batch_size=2))
     assert [text for batch in batches for text in batch] == expected
     assert set(found) == {"a", "bbb", "cc"}
 
 
 def test_stopping_early_leaves_no_thread_at_work(family, pictures):
-    stream = picture_records(family(), None, pictures(30), batch_size=1)
+    stream = picture_records(family(), None, picture_order(pictures(30)), batch_size=1)
     next(stream)
     before = threading.active_count()
     stream.close()

@@ -1,4 +1,3 @@
-import dataclasses
 import json
 import os
 import shutil
@@ -7,16 +6,12 @@ import pytest
 
 from lib.errors import InputRefused
 from lib.families import flux
-from lib.hub import Base, base_problems, open_base
+from lib.hub import Base, open_base
 from lib.hub_download import weight_files
 from lib.memory import Memory
 from lib.schema import FamilyConfig
 
 VAE = "vae/diffusion_pytorch_model.safetensors"
-OTHERS = {
-    "sdxl": dataclasses.replace(flux.FACTS, name="sdxl", pipelines=("StableDiffusionXLPipeline",)),
-    "flux": flux.FACTS,
-}
 
 
 @pytest.fixture(scope="session")
@@ -140,53 +135,6 @@ def test_a_shard_that_was_never_there_is_named(folder):
         opened(folder).identity("transformer")
 
 
-def problems(folder):
-    return list(base_problems(opened(folder), family=flux, others=OTHERS))
-
-
-def test_a_base_that_fits_has_no_problem(folder):
-    assert problems(folder) == []
-
-
-def test_a_folder_without_an_index_is_one_problem(folder):
-    (folder / "model_index.json").unlink()
-    (problem,) = problems(folder)
-    assert problem.subject == f"family.base={folder}"
-    assert "has no model_index.json" in problem.why
-
-
-def test_a_base_of_another_family_is_one_problem_with_the_family_that_fits(folder):
-    edit(folder / "model_index.json", _class_name="StableDiffusionXLPipeline")
-    (problem,) = problems(folder)
-    assert "StableDiffusionXLPipeline" in problem.why
-    assert "FluxPipeline" in problem.why
-    assert problem.remedy == "use family=sdxl"
-    edit(folder / "model_index.json", _class_name="UnheardOfPipeline")
-    (problem,) = problems(folder)
-    assert problem.remedy == ""
-
-
-def test_a_component_of_another_class_and_an_absent_one_are_a_problem_each(folder):
-    index = json.loads((folder / "model_index.json").read_text())
-    del index["vae"]
-    index["text_encoder_2"] = ["transformers", "CLIPTextModel"]
-    index["tokenizer"] = ["transformers", "CLIPTokenizerFast"]
-    (folder / "model_index.json").write_text(json.dumps(index))
-    found = {problem.why: problem.allowed for problem in problems(folder)}
-    assert found == {
-        "model_index.json names no vae": "AutoencoderKL",
-        "text_encoder_2 is a CLIPTextModel": "T5EncoderModel",
-    }
-
-
-def test_weights_that_are_only_pickled_are_a_problem_each(folder):
-    (folder / VAE).rename(folder / "vae" / "diffusion_pytorch_model.bin")
-    (folder / "text_encoder" / "pytorch_model.bin").write_bytes(b"")
-    (problem,) = problems(folder)
-    assert problem.why == "vae has pickled weights only"
-    assert "safe_serialization" in problem.remedy
-
-
 @pytest.mark.parametrize("base", ["./no/such", "/no/such", "~/no/such", "a/b/c", "word"])
 def test_a_folder_that_is_not_there_is_refused(base, tmp_path):
     with pytest.raises(InputRefused, match="no such folder"):
@@ -209,7 +157,6 @@ def test_a_cached_hub_base_is_its_commit_and_its_components(cached, folder, tmp_
     assert base.remote == ("someone/flux", cached.name)
     assert base.root == cached
     assert base.folder("vae") == cached / "vae"
-    assert list(base_problems(base, family=flux, others=OTHERS)) == []
     assert identities(base) == identities(opened(folder))
     pinned = opened_by("someone/flux", tmp_path / "t", revision=cached.name)
     assert pinned.name == base.name == f"hub:someone/flux@{cached.name}"
@@ -251,7 +198,6 @@ def test_an_unknown_hub_base_is_refused_in_one_line(cached, base, tmp_path):
 def test_the_tiny_base_is_built_once_and_is_the_same_everywhere(pristine, tmp_path):
     unbuilt = opened_by("tiny", tmp_path / "s")
     assert not unbuilt.built
-    assert list(base_problems(unbuilt, family=flux, others=OTHERS)) == []
     assert unbuilt.component("vae").config == flux.TINY["vae"]
     assert not (tmp_path / "s" / "bases").exists()
     built = unbuilt.build()

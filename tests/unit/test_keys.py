@@ -5,10 +5,11 @@ from fractions import Fraction
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lib.keys import Key, canonical_json, digest, file_digest, make_key
+from tests.properties import many
 
 ROOT = Path(__file__).parents[2]
 
@@ -46,17 +47,19 @@ def meaning(value):
     return "list", tuple(meaning(item) for item in value)
 
 
+@many
 @given(nested(scalars), nested(scalars))
 def test_two_digests_are_equal_exactly_when_the_values_are(one, other):
     assert (digest(one) == digest(other)) == (meaning(one) == meaning(other))
 
 
-@settings(max_examples=40)
+@many
 @given(anything, anything)
 def test_any_two_different_values_have_different_canonical_texts(one, other):
     assert (canonical_json(one) == canonical_json(other)) == (meaning(one) == meaning(other))
 
 
+@many
 @given(st.dictionaries(st.text(), anything, max_size=5), st.randoms())
 def test_the_order_of_names_does_not_matter(value, shuffler):
     names = list(value)
@@ -82,12 +85,14 @@ names = st.sampled_from(["a", "b", "ab"])
 fields = st.dictionaries(names, nested(scalars), max_size=3)
 
 
+@many
 @given(names, fields, names, fields)
 def test_kind_and_fields_cannot_run_into_one_another(kind, inputs, other_kind, others):
     same = kind == other_kind and meaning(inputs) == meaning(others)
     assert (make_key(kind, **inputs).digest == make_key(other_kind, **others).digest) == same
 
 
+@many
 @given(fields)
 def test_a_key_keeps_the_inputs_that_it_can_be_made_of_again(inputs):
     key = make_key("latent", **inputs)

@@ -5,7 +5,7 @@ import pytest
 
 from lib import recipes
 from lib.families import flux
-from lib.hub import Base
+from lib.hub import Base, Component
 from lib.images import Geometry
 from lib.memory import Memory
 from lib.pipeline import train
@@ -49,11 +49,19 @@ RECIPES = {
         },
     ),
     recipes.caption_key: (
-        {"text": "a", "encoders": {"t5": "1"}, "rule": RULE, "max_length": 77, "dtype": "bf16"},
+        {
+            "text": "a",
+            "encoders": {"t5": "1"},
+            "rule": RULE,
+            "settings": {"layers": [2, 5]},
+            "max_length": 77,
+            "dtype": "bf16",
+        },
         {
             "text": ["b", "", None],
             "encoders": [{"t5": "2"}, {"clip": "1"}],
             "rule": [{**RULE, name: "other"} for name in ("template", "positions", "mask")],
+            "settings": [{"layers": [2]}, {"layers": [25]}, {}],
             "max_length": [78],
             "dtype": ["fp32"],
         },
@@ -152,7 +160,9 @@ def test_another_resize_filter_makes_other_keys_of_pictures(monkeypatch):
 def test_the_unconditional_record_is_no_caption_and_its_kind_counts():
     def key(text, kind):
         rule = {**RULE, "unconditional": kind}
-        return recipes.caption_key(text, encoders={}, rule=rule, max_length=7, dtype="fp32").digest
+        return recipes.caption_key(
+            text, encoders={}, rule=rule, settings={}, max_length=7, dtype="fp32"
+        ).digest
 
     assert key(None, "zeros") not in {key("", "zeros"), key("zeros", "zeros"), key(None, "empty")}
     assert key("a", "zeros") == key("a", "empty")
@@ -178,6 +188,9 @@ class FixedBase(Base):
     def identity(self, name):
         return f"{name}-{self.weights}"
 
+    def component(self, name):
+        return Component("AScheduler", config={}, weights={})
+
 
 def upstream(**changes):
     what = {"manifest": "m", "train": "c1", "unconditional": "u1", "sample": "s1", "latents": "l1"}
@@ -201,7 +214,7 @@ def key_of(tmp_path):
 
     def key(settings=None, **changes):
         config = changed(Config(), {"trainer.num_epochs": 2, **(settings or {})})
-        inputs = Inputs(flux, base, upstream(**changes))
+        inputs = Inputs(flux, base, upstream(**changes), base)
         return train.plan(config, inputs, Store(tmp_path)).manifest.key
 
     return key
@@ -232,7 +245,7 @@ def leaves(value=None, prefix=""):
 
 
 LEAVES = list(leaves())
-KEYED_GROUPS = ("adapter", "timesteps", "optimizer", "lr_schedule")
+KEYED_GROUPS = ("adapter", "timesteps", "objective", "optimizer", "lr_schedule")
 KEYED = {
     "trainer.max_steps",
     "trainer.num_epochs",
@@ -256,6 +269,8 @@ def another(value):
 TEXTS_OR_NULL = (
     "name",
     "family.revision",
+    "sample.base",
+    "sample.revision",
     "dataset.instance_prompt",
     "dataset.trigger",
     "dataset.prefix",

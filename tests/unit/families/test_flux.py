@@ -13,6 +13,7 @@ from lib import adapter
 from lib.families import flux
 from lib.hub import Base
 from lib.memory import Memory
+from lib.noise import Flow
 from lib.random import normal
 from lib.sampling import euler
 from lib.schema import AdapterConfig, Config, ExportConfig
@@ -63,14 +64,13 @@ def pipeline_latents(pipe, prompts: list[str]) -> torch.Tensor:
 def our_latents(base, denoiser, prompts: list[str]) -> torch.Tensor:
     encoders = flux.load_text_encoders(base, dtype=torch.float32, device="cpu")
     records = [r for p in prompts for r in flux.encode_captions(encoders, [p], max_length=LENGTH)]
-    scheduler = base.component("scheduler").config
-    sigmas = flux.sampling_sigmas(STEPS, latent_size=LATENT, scheduler=scheduler)
     return euler(
         flux,
         denoiser,
         noise(),
-        conditioning=flux.conditioning(records),
-        sigmas=sigmas.tolist(),
+        conditioning=flux.conditioning(records, ()),
+        schedule=flux.sampling_schedule(STEPS, latent_size=LATENT, base=base),
+        process=Flow(),
         guidance=GUIDANCE,
     )
 
@@ -129,7 +129,7 @@ def test_another_text_length_changes_the_conditioning(base):
                 denoiser,
                 noise(),
                 torch.tensor([0.5, 0.5]),
-                conditioning=flux.conditioning(records),
+                conditioning=flux.conditioning(records, ()),
                 guidance=1.0,
             )
         )
@@ -167,7 +167,7 @@ def test_predict_equals_what_the_pipelines_denoiser_produced(base, pipeline):
             denoiser,
             pipeline._unpack_latents(kwargs["hidden_states"], HEIGHT, WIDTH, 8),
             kwargs["timestep"],
-            conditioning=flux.conditioning(records),
+            conditioning=flux.conditioning(records, ()),
             guidance=GUIDANCE,
         )
         # The level fed back goes through another times 1000 / 1000: the last bit may differ.
@@ -226,10 +226,9 @@ def test_the_sampling_schedule_is_the_schedulers(base, pipeline, steps):
     pipeline.scheduler.set_timesteps(
         sigmas=np.linspace(1.0, 1 / steps, steps), mu=calculate_shift(tokens)
     )
-    ours = flux.sampling_sigmas(
-        steps, latent_size=LATENT, scheduler=base.component("scheduler").config
-    )
-    assert np.array_equal(ours.astype(np.float32), pipeline.scheduler.sigmas[:-1].numpy())
+    ours = flux.sampling_schedule(steps, latent_size=LATENT, base=base)
+    assert list(ours.sigmas) == pipeline.scheduler.sigmas[:-1].tolist()
+    assert ours.levels == ours.sigmas
 
 
 def test_normalised_latents_are_what_the_pipeline_decodes_from(base, pipeline):
@@ -240,7 +239,7 @@ def test_normalised_latents_are_what_the_pipeline_decodes_from(base, pipeline):
         reference = pipeline.vae.encode(pixels).latent_dist
     assert torch.equal(posterior.mean, reference.mean)
     assert torch.equal(posterior.std, reference.std)
-    constants = flux.latent_constants(autoencoder.config)
+    constants = flux.latent_constants(base)
     latents = flux.normalise(posterior.mean, constants)
     config = pipeline.vae.config
     back = latents / config.scaling_factor + config.shift_factor  # the pipeline's own line
@@ -259,7 +258,7 @@ def test_without_guidance_embeds_the_denoiser_gets_no_guidance(base):
             denoiser.eval(),
             noise(),
             torch.tensor([0.2, 0.9]),
-            conditioning=flux.conditioning(records),
+            conditioning=flux.conditioning(records, ()),
             guidance=guidance,
         )
         assert out.shape == noise().shape
@@ -276,7 +275,7 @@ def test_a_prediction_does_not_depend_on_its_batch_mates(base):
             denoiser,
             noise()[rows],
             levels[rows],
-            conditioning=flux.conditioning(records[rows]),
+            conditioning=flux.conditioning(records[rows], ()),
             guidance=1.0,
         )
 

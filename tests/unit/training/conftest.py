@@ -1,13 +1,10 @@
 """A toy family and denoiser that train in milliseconds."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
 from lib.batches import Batch, StepBatches
 from lib.family import Conditioning
-from lib.noise import FLOW
 from lib.optimizers import make_optimizer
 from lib.schema import OptimizerConfig
 from lib.training.step import Trainer
@@ -27,7 +24,7 @@ def make_trainer(fake_family):
             denoiser = torch.nn.Sequential(torch.nn.Dropout(dropout), torch.nn.Linear(8, 8))
         parameters = dict(denoiser.named_parameters())
         return Trainer(
-            family=fake_family(FACTS=SimpleNamespace(noise=FLOW), predict=predict),
+            family=fake_family(predict=predict),
             denoiser=denoiser.train(),
             parameters=parameters,
             optimizer=make_optimizer(parameters.values(), OptimizerConfig(lr=lr)),
@@ -60,6 +57,7 @@ def make_step():
                     target=target[rows],
                     level=level[rows],
                     weights=torch.tensor(weights),
+                    loss_weights=torch.ones(micro_batch),
                     conditioning=Conditioning({"text_embeds": text[rows]}),
                     names=tuple(f"{row}.png" for row in rows),
                 )

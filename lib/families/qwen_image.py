@@ -1,0 +1,294 @@
+"""Qwen-Image: a flow transformer over packed latents of a video autoencoder, told by Qwen2.5-VL.
+
+Facts are those of `diffusers.QwenImagePipeline`; the tests compare with that pipeline, unmodified.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from lib import autoencoders, guidance, schedules, shapes, texts, tiny
+from lib.components import load_encoder, load_model
+from lib.family import Conditioning, Facts, Frame, Record, Schedule
+from lib.noise import Flow
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import torch
+
+    from lib.hub import Base
+
+TEMPLATE = (
+    "<|im_start|>system\nDescribe the image by detailing the color, shape, size, texture, "
+    "quantity, text, spatial relationships of the objects and background:<|im_end|>\n"
+    "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+)
+TEMPLATE_TOKENS = 34  # before the caption; their states are dropped
+MOST_TOKENS = 1024  # the pipeline encodes up to so many and cuts to its length afterwards
+
+FACTS = Facts(
+    name="qwen_image",
+    pipelines=("QwenImagePipeline",),
+    classes={
+        "text_encoder": "Qwen2_5_VLForConditionalGeneration",
+        "tokenizer": "Qwen2Tokenizer",
+        "vae": "AutoencoderKLQwenImage",
+        "transformer": "QwenImageTransformer2DModel",
+        "scheduler": "FlowMatchEulerDiscreteScheduler",
+    },
+    text_components=("text_encoder", "tokenizer"),
+    autoencoder="vae",
+    denoiser="transformer",
+    divisor=16,  # the autoencoder's 8 times the 2x2 packing
+    encode_routine="video-5d/1",
+    caption_rule={
+        "template": TEMPLATE,
+        "positions": "valid",
+        "mask": "padding",
+        "unconditional": "qwen-of-space",
+    },
+    max_text_tokens=MOST_TOKENS,
+    draws_mode=False,
+    noise=Flow,
+    reference="Qwen/Qwen-Image",
+    diffusers="0.35.0",
+)
+
+TINY: Mapping[str, Any] = {
+    "version": 1,
+    "seed": 0,
+    "scheduler": {
+        "use_dynamic_shifting": True,
+        "base_shift": 0.5,
+        "max_shift": 0.9,
+        "base_image_seq_len": 256,
+        "max_image_seq_len": 8192,
+        "shift_terminal": 0.02,
+    },
+    "vae": {
+        "base_dim": 8,
+        "z_dim": 16,
+        "dim_mult": [1, 1, 2, 2],
+        "num_res_blocks": 1,
+        "temperal_downsample": [False, True, True],
+        "latents_mean": [channel / 8 - 1 for channel in range(16)],
+        "latents_std": [channel / 8 + 1 for channel in range(16)],
+    },
+    "text_encoder": {
+        "text_config": {
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 2048,
+            "rope_parameters": {
+                "rope_type": "default",
+                "mrope_section": [2, 1, 1],
+                "rope_theta": 1e6,
+            },
+        },
+        "vision_config": {
+            "depth": 1,
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "num_heads": 4,
+            "out_hidden_size": 32,
+            "fullatt_block_indexes": [0],
+            "patch_size": 14,
+        },
+    },
+    "transformer": {
+        "in_channels": 64,
+        "out_channels": 16,
+        "num_layers": 2,
+        "attention_head_dim": 16,
+        "num_attention_heads": 2,
+        "joint_attention_dim": 32,
+        "axes_dims_rope": [4, 6, 6],
+    },
+}
+
+
+@dataclass(frozen=True)
+class TextEncoder:
+    """Qwen2.5-VL with its tokenizer, frozen, in evaluation mode."""
+
+    model: Any
+    tokenizer: Any
+
+
+def load_text_encoders(base: Base, *, dtype: torch.dtype, device: Any) -> TextEncoder:
+    from transformers import Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
+
+    return TextEncoder(
+        model=load_encoder(
+            Qwen2_5_VLForConditionalGeneration, base, "text_encoder", dtype=dtype, device=device
+        ),
+        tokenizer=Qwen2Tokenizer.from_pretrained(base.folder("tokenizer")),
+    )
+
+
+def encode_captions(
+    encoders: TextEncoder, captions: Sequence[str], *, max_length: int
+) -> list[dict[str, torch.Tensor]]:
+    """The last states of what follows the template's first tokens, at most `max_length` of them."""
+    import torch
+
+    tokens = encoders.tokenizer(
+        [TEMPLATE.format(caption) for caption in captions],
+        max_length=MOST_TOKENS + TEMPLATE_TOKENS,
+        padding=True,
+        truncation=True,
+        return_tensors="pt",
+    ).to(encoders.model.device)
+    with torch.no_grad():
+        # The model beneath the language head: logits over the vocabulary would fill the memory.
+        states = encoders.model.model(**tokens, use_cache=False).last_hidden_state
+    kept = tokens["attention_mask"].bool()
+    return [
+        {"text_embeds": text[valid][TEMPLATE_TOKENS:][:max_length].cpu().clone()}
+        for text, valid in zip(states, kept, strict=True)
+    ]
+
+
+def encode_unconditional(encoders: TextEncoder, *, max_length: int) -> dict[str, torch.Tensor]:
+    """The record of one space, the vendor's negative prompt."""
+    return encode_captions(encoders, [" "], max_length=max_length)[0]
+
+
+def caption_shapes(
+    configs: Mapping[str, Mapping[str, Any]], *, max_length: int
+) -> dict[str, tuple[int, ...]]:
+    width = configs["text_encoder"]["text_config"]["hidden_size"]
+    return {"text_embeds": (max_length, width)}
+
+
+load_autoencoder = autoencoders.load_video
+encode_images = autoencoders.encode_frames
+decode_latents = autoencoders.decode_frames
+latent_shape = autoencoders.video_shape
+latent_constants = autoencoders.channel_moments
+normalise = autoencoders.standardised
+denormalise = autoencoders.unstandardised
+
+
+def distillation(base: Base) -> str | None:
+    """None: few-step variants of this family are adapters, not bases."""
+    return None
+
+
+def load_denoiser(base: Base, *, dtype: torch.dtype, device: Any) -> Any:
+    from diffusers import QwenImageTransformer2DModel
+
+    return load_model(QwenImageTransformer2DModel, base, "transformer", dtype=dtype, device=device)
+
+
+def conditioning(records: Sequence[Record], frames: Sequence[Frame]) -> Conditioning:
+    """Texts padded to the longest; a mask only where something is padded, as in the pipeline."""
+    text, lengths = texts.padded([record["text_embeds"] for record in records])
+    tensors = {"text_embeds": text}
+    if min(lengths) < max(lengths):
+        tensors["text_mask"] = texts.mask_of(lengths, longest=max(lengths))
+    return Conditioning(tensors, lengths)
+
+
+def predict(
+    denoiser: Any,
+    noisy: shapes.Latents,
+    level: shapes.Sigma,
+    *,
+    conditioning: Conditioning,
+    guidance: float,
+) -> shapes.Prediction:
+    """The velocity noise - latents; the denoiser is fed sigma itself, and no guidance."""
+    batch, _, height, width = noisy.shape
+    dtype = denoiser.img_in.bias.dtype  # of a quantised base too: biases are not quantised
+    prediction = denoiser(
+        hidden_states=_packed(noisy).to(dtype),
+        # Times 1000 and back as the pipeline does: the last bit of some sigmas depends on it.
+        timestep=level * 1000 / 1000,
+        guidance=None,
+        encoder_hidden_states=conditioning["text_embeds"].to(dtype),
+        encoder_hidden_states_mask=conditioning.get("text_mask"),
+        img_shapes=[[(1, height // 2, width // 2)]] * batch,
+        return_dict=False,
+    )[0]
+    return _unpacked(prediction, height // 2, width // 2)
+
+
+def sampling_schedule(steps: int, *, latent_size: tuple[int, int], base: Base) -> Schedule:
+    """Shifted by the number of image tokens, and stretched to the base's last sigma."""
+    if steps == 1:  # where the stretch is 0 / 0, and the pipeline draws no number
+        return Schedule((1.0,), levels=(1.0,))
+    scheduler = base.component("scheduler").config
+    tokens = (latent_size[0] // 2) * (latent_size[1] // 2)
+    mu = schedules.mu_of_tokens(tokens, scheduler=scheduler)
+    return schedules.flow_schedule(steps, scheduler=scheduler, mu=mu)
+
+
+def guides(scale: float, *, base: Base) -> bool:
+    return scale > 1
+
+
+def guide(
+    conditional: shapes.Prediction, unconditional: shapes.Prediction, *, scale: float
+) -> shapes.Prediction:
+    """u + s (c - u), each image token scaled to the length that it has in c."""
+    combined = _packed(guidance.classifier_free(conditional, unconditional, scale=scale))
+    length = _packed(conditional.float()).norm(dim=-1, keepdim=True)
+    scaled = combined * (length / combined.norm(dim=-1, keepdim=True))
+    return _unpacked(scaled, conditional.shape[2] // 2, conditional.shape[3] // 2)
+
+
+def _packed(latents: Any) -> Any:
+    """Squares of 2x2 as tokens, features in the order channel, row, column."""
+    from einops import rearrange
+
+    return rearrange(latents, "b c (h p) (w q) -> b (h w) (c p q)", p=2, q=2)
+
+
+def _unpacked(tokens: Any, rows: int, columns: int) -> Any:
+    from einops import rearrange
+
+    shape = {"h": rows, "w": columns, "p": 2, "q": 2}
+    return rearrange(tokens, "b (h w) (c p q) -> b c (h p) (w q)", **shape)
+
+
+def build_tiny(folder: Path) -> None:
+    import torch
+    from diffusers import (
+        AutoencoderKLQwenImage,
+        FlowMatchEulerDiscreteScheduler,
+        QwenImagePipeline,
+        QwenImageTransformer2DModel,
+    )
+
+    tokenizer = tiny.qwen_tokenizer()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(TINY["seed"])
+        pipeline = QwenImagePipeline(
+            scheduler=FlowMatchEulerDiscreteScheduler(**TINY["scheduler"]),
+            vae=AutoencoderKLQwenImage(**TINY["vae"]),
+            text_encoder=_tiny_encoder(tokenizer),
+            tokenizer=tokenizer,
+            transformer=QwenImageTransformer2DModel(**TINY["transformer"]),
+        )
+    pipeline.save_pretrained(folder, safe_serialization=True)
+
+
+def _tiny_encoder(tokenizer: Any) -> Any:
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+    ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    recipe = TINY["text_encoder"]
+    text = {**recipe["text_config"], "vocab_size": len(tokenizer), "bos_token_id": None, **ids}
+    parts: dict[str, Any] = {
+        "text_config": text,
+        "vision_config": recipe["vision_config"],
+        **tiny.qwen_ids(tokenizer),
+    }
+    return Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(**parts))
