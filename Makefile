@@ -9,9 +9,9 @@ ifneq ($(shell $(BIN)/python -c "print(1)" 2>/dev/null),1)
 .PHONY: $(STAMP)
 endif
 
-.PHONY: help install demo ui test lint format clean
+.PHONY: help install demo ui test test-all lint format clean
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 install: $(STAMP) ## install everything into .venv; again only when the requirements changed
 
@@ -31,6 +31,9 @@ ui: install ## show the record of all runs in a browser; the first use installs 
 	@MLFLOW_DISABLE_TELEMETRY=true $(BIN)/mlflow ui --host 127.0.0.1 --backend-store-uri sqlite:///mlflow.db
 
 test: lint ## format, lint, contracts, types, tests
+	@$(BIN)/python -m pytest -q -n auto --dist worksteal -m "not nightly"
+
+test-all: lint ## the same with the tests that start command after command: half an hour
 	@$(BIN)/python -m pytest -q -n auto --dist worksteal
 
 lint: install ## everything that `make test` checks without running the code

@@ -1,5 +1,6 @@
 """Shapes are executed in tests: the hook must be installed before anything imports `lib`."""
 
+import gc
 import os
 import re
 import shutil
@@ -29,6 +30,12 @@ install_import_hook(
     list(modules_with_shapes()),
     "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))",
 )
+
+
+def pytest_collection_finish():
+    """What is there now stays: stages collect garbage after each model, and need not look at it."""
+    gc.collect()
+    gc.freeze()
 
 
 HUB_COMMIT = "0123456789abcdef0123456789abcdef01234567"

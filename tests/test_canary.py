@@ -83,7 +83,9 @@ TRACKERS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tracker", TRACKERS)
+@pytest.mark.parametrize(
+    "tracker", ["none", "sqlite", pytest.param("closed port", marks=pytest.mark.nightly)]
+)
 def test_no_secret_is_in_anything_that_the_whole_graph_leaves_or_says(place, tracker):
     code, said = run(place, "sample", *TRACKERS[tracker](place))
     assert code == 0, said.decode()
@@ -97,7 +99,7 @@ def test_no_secret_is_in_anything_that_the_whole_graph_leaves_or_says(place, tra
     assert CAPTION.encode() not in said
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_no_secret_is_in_what_a_sweep_leaves_or_says(place):
     address = f"tracker.uri=http://me:{LOGIN}@127.0.0.1:{free_port()}"
     code, said = run(place, "train", "-m", "seed=1,2", "tracker=mlflow", address)

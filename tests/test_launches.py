@@ -83,7 +83,7 @@ def prepared(tmp_path):
     return tmp_path
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_one_run_launched_twice_at_once_has_one_folder(prepared):
     both = [start(prepared, "stages.train", *SMALL, "name=mine") for _ in range(2)]
     codes, errors = zip(*map(ended, both), strict=True)
@@ -98,7 +98,7 @@ def test_one_run_launched_twice_at_once_has_one_folder(prepared):
     assert list(folders(prepared)) == ["mine"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_runs_of_one_name_at_once_have_a_folder_each(prepared):
     rates = (0.01, 0.001)
     both = [
@@ -110,7 +110,7 @@ def test_two_runs_of_one_name_at_once_have_a_folder_each(prepared):
     assert_nothing_stray(prepared)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_sweep_with_hydra_s_own_folders_asked_for_leaves_runs_alone(tmp_path):
     words = ("-m", "seed=1,2", "hydra.job.chdir=true")
     code, errors = ended(start(tmp_path, "stages.train", *SMALL, *words))
@@ -121,7 +121,7 @@ def test_a_sweep_with_hydra_s_own_folders_asked_for_leaves_runs_alone(tmp_path):
     assert_nothing_stray(tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_torchrun_with_one_process_is_the_plain_command(tmp_path):
     code, errors = ended(start(tmp_path, *TORCHRUN, "1", "-m", "stages.train", *SMALL, "name=mine"))
     assert code == 0, errors

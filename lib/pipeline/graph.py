@@ -71,45 +71,45 @@ def problems(config: Config, *, online: bool) -> Iterator[Problem]:
     family = families.get(config.family.name)
     yield from _family_rules(config, family)
     if online or not on_hub(config.family.base):
-        yield from _base_problems(config, family)
+        yield from _and_refusals(_base_problems(config, family))
     if config.sample.base is not None and (online or not on_hub(config.sample.base)):
-        yield from _canvas_problems(config, family)
+        yield from map(_of_sample, _and_refusals(_canvas_problems(config, family)))
     if config.dataset.root and user_path(config.dataset.root).is_dir():
         yield from prepare_dataset.problems(config, Store(user_path(config.paths.store)))
 
 
-def _base_problems(config: Config, family: Family) -> Iterator[Problem]:
+def _and_refusals(problems: Iterator[Problem]) -> Iterator[Problem]:
+    """The problems, and those of a refusal that ends them, such as of a file that is missing."""
     try:
-        base = _open_base(config.family, config, family)
+        yield from problems
     except InputRefused as refused:
         yield from refused.problems
-        return
+
+
+def _base_problems(config: Config, family: Family) -> Iterator[Problem]:
+    base = _open_base(config.family, config, family)
     found = list(base_problems(base, family=family, others=_all_facts()))
     yield from found
     if found:
         return
-    try:
-        process_of(family, base)
-    except InputRefused as refused:
-        yield from refused.problems
     distilled = distillation_problem(base, family=family)
     if distilled and not config.family.allow_distilled:
         yield distilled
     if config.sample.negative_prompt is not None and config.sample.base is None:
         yield from _negative_rules(config, family, base)
+    process_of(family, base)
 
 
 def _canvas_problems(config: Config, family: Family) -> Iterator[Problem]:
     """The base drawn on must be one of the family's; a distilled one is welcome."""
-    try:
-        canvas = _open_base(_canvas_of(config), config, family)
-    except InputRefused as refused:
-        yield from map(_of_sample, refused.problems)
-        return
+    canvas = _open_canvas(config, family)
     found = list(base_problems(canvas, family=family, others=_all_facts()))
-    yield from map(_of_sample, found)
-    if not found and config.sample.negative_prompt is not None:
+    yield from found
+    if found:
+        return
+    if config.sample.negative_prompt is not None:
         yield from _negative_rules(config, family, canvas)
+    process_of(family, canvas)
 
 
 def _negative_rules(config: Config, family: Family, base: Base) -> Iterator[Problem]:
@@ -120,7 +120,10 @@ def _negative_rules(config: Config, family: Family, base: Base) -> Iterator[Prob
 
 
 def _of_sample(problem: Problem) -> Problem:
-    return replace(problem, subject=problem.subject.replace("family.", "sample.", 1))
+    """The same of `sample.base`; what is wrong with a base is said of `family.base`."""
+    if not problem.subject.startswith("family."):
+        return problem
+    return replace(problem, subject="sample." + problem.subject.removeprefix("family."))
 
 
 def _family_rules(config: Config, family: Family) -> Iterator[Problem]:
@@ -150,10 +153,14 @@ def _all_facts() -> dict[str, Facts]:
     return {name: families.get(name).FACTS for name in families.names()}
 
 
-def _canvas_of(config: Config) -> FamilyConfig:
-    """`sample.base` in the form in which a base is opened."""
+def _open_canvas(config: Config, family: Family) -> Base:
+    """What samples are drawn on where it is another base; a refusal names its setting."""
     base = config.sample.base or config.family.base
-    return replace(config.family, base=base, revision=config.sample.revision)
+    which = replace(config.family, base=base, revision=config.sample.revision)
+    try:
+        return _open_base(which, config, family)
+    except InputRefused as refused:
+        raise InputRefused(map(_of_sample, refused.problems)) from refused
 
 
 def _open_base(which: FamilyConfig, config: Config, family: Family) -> Base:
@@ -167,7 +174,7 @@ def open_inputs(config: Config) -> Opened:
     family = families.get(config.family.name)
     base = canvas = _open_base(config.family, config, family)
     if config.sample.base is not None:
-        canvas = _open_base(_canvas_of(config), config, family)
+        canvas = _open_canvas(config, family)
     return Opened(store=store, family=family, base=base, canvas=canvas)
 
 
@@ -176,8 +183,10 @@ def ensure(target: str, config: Config, events: Events) -> Manifest:
     # Says that this process writes, from the first file on: what it leaves if killed is cleared.
     with lease(Store(user_path(config.paths.store)), ()):
         opened = open_inputs(config)
-        if isinstance(opened.base, UnbuiltTiny):
-            opened.base.build()
+        unbuilt = [b for b in (opened.base, opened.canvas) if isinstance(b, UnbuiltTiny)]
+        for base in unbuilt:
+            base.build()
+        if unbuilt:
             opened = open_inputs(config)
         # Each stage may find damage of its own; what then still fails is beyond mending here.
         for _ in order(target):

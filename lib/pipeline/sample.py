@@ -28,9 +28,10 @@ STAGE = "sample"
 
 def plan(config: Config, inputs: Inputs, store: Store) -> StagePlan:
     """Whether this grid is there, unchanged."""
-    settings = key_settings(config)
+    settings = _settings(config)
     prompts = prompts_of(config, inputs.upstream["prepare_dataset"].payload)
-    if not {"encode_captions", "build_latent_cache", "export"} <= inputs.upstream.keys():
+    known = {"encode_captions", "build_latent_cache", "export"} <= inputs.upstream.keys()
+    if not (known and inputs.canvas.built):
         return StagePlan(STAGE, None, False, len(prompts), len(prompts), 0, settings)
     entries = grid_entries(config, inputs.upstream)
     key = sample_key(
@@ -38,7 +39,7 @@ def plan(config: Config, inputs: Inputs, store: Store) -> StagePlan:
         captions=entries["captions"],
         unconditional=entries["unconditional"],
         autoencoder=inputs.base.identity(inputs.family.FACTS.autoencoder),
-        canvas=_canvas_identity(config, inputs),
+        canvas=_canvas_identity(inputs),
         targets=_target_keys(prompts, inputs),
         settings=settings,
     )
@@ -76,16 +77,22 @@ def run(config: Config, inputs: Inputs, store: Store, events: Events) -> Manifes
 
 def key_settings(config: Config) -> dict[str, Any]:
     """The settings that enter the key; those of the stages upstream are in theirs."""
+    return {**chosen(config, "sample.base", "sample.revision"), **_settings(config)}
+
+
+def _settings(config: Config) -> dict[str, Any]:
     apart = ("every", "base", "revision")  # a base enters by what it is
     own = {f"sample.{name}": v for name, v in asdict(config.sample).items() if name not in apart}
     return {**own, **chosen(config, "buckets.resolution", "precision.mode")}
 
 
-def _canvas_identity(config: Config, inputs: Inputs) -> str | None:
-    """The denoiser drawn on, where it is another than the one trained on."""
-    if config.sample.base is None:
-        return None
-    return inputs.canvas.identity(inputs.family.FACTS.denoiser)
+def _canvas_identity(inputs: Inputs) -> dict[str, Any]:
+    """What draws beside the adapter: a denoiser, and what its schedule and guidance go by."""
+    canvas = inputs.canvas
+    identities = {
+        name: canvas.identity(name) for name in (inputs.family.FACTS.denoiser, "scheduler")
+    }
+    return {**identities, "settings": dict(canvas.settings)}
 
 
 def _target_keys(prompts: Sequence[str], inputs: Inputs) -> list[str | None]:

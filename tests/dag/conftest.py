@@ -1,5 +1,6 @@
 """A small data set of real pictures, a tiny base as a folder, and configurations over both."""
 
+import gc
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -39,6 +40,27 @@ def base(tmp_path_factory) -> Path:
     with without_library_bars():
         flux.build_tiny(folder)
     return folder
+
+
+@pytest.fixture(scope="session", autouse=True)
+def libraries():
+    """Imported and set aside from garbage collection, once."""
+    import diffusers  # noqa: F401
+    import peft  # noqa: F401
+    import transformers  # noqa: F401
+
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def undrawn(request, monkeypatch):
+    """No contact sheet and no loss plot, half of a small run's time, unless a test asks."""
+    if request.node.get_closest_marker("pictures") is None:
+        from lib.pipeline import train
+
+        monkeypatch.setattr(train, "_show_data", lambda *_: None)
+        monkeypatch.setattr(train, "_show_losses", lambda *_: None)
 
 
 @pytest.fixture

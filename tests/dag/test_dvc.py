@@ -211,7 +211,7 @@ EDITS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_edit_runs_the_stages_that_it_concerns_and_no_other(copy):
     assert sorted(copy.repro()) == sorted(["compose", *STAGES])
     before = copy.contents()
@@ -233,7 +233,7 @@ def test_an_edit_runs_the_stages_that_it_concerns_and_no_other(copy):
     assert [value["step"] for value in values] == ["1", "2", "3", "4"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_is_lost_is_reported_or_made_again_and_no_pointer_comes_back_alone(copy):
     copy.repro()
     pointers = copy.pointers()
@@ -251,7 +251,7 @@ def test_what_is_lost_is_reported_or_made_again_and_no_pointer_comes_back_alone(
     assert copy.pointers() == pointers
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_killed_train_stage_resumes_at_the_next_repro(copy):
     copy.edit(CI, "max_steps: 4", "max_steps: 200")
     copy.repro("build_latent_cache", "encode_captions")

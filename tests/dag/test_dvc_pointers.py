@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_pointers_are_the_same_bytes_in_another_place(ensure, configure, tmp_path):
     from lib.events import Events
     from lib.pipeline import graph, pointers

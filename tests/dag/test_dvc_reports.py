@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+pytestmark = pytest.mark.nightly  # each starts DVC, and that a stage, several times
+
 CHECKOUT = Path(__file__).resolve().parents[2]
 PARTS = (".dvc/config", ".dvcignore", "dvc.yaml", "conf", "lib", "stages")
 PICTURES = ("fox", "key", "owl-crown")
@@ -102,7 +104,6 @@ def test_the_graph_sees_a_changed_setting_that_dvc_does_not_compare(ensure, seen
     assert statuses["encode_captions"] == statuses["build_latent_cache"] == "hit"
 
 
-@pytest.mark.slow
 def test_an_edit_of_a_group_s_file_alone_is_seen(prepared):
     file = prepared / "conf" / "optimizer" / "adamw.yaml"
     before = kept(prepared)
@@ -115,7 +116,6 @@ def test_an_edit_of_a_group_s_file_alone_is_seen(prepared):
     assert settings["optimizer.lr"] == 0.5
 
 
-@pytest.mark.slow
 def test_values_come_from_conf_alone_and_a_stage_refuses_any_others(prepared):
     file = prepared / "outputs/dvc/config/prepare_dataset.json"
     settings = json.loads(file.read_bytes())
@@ -130,7 +130,6 @@ def test_values_come_from_conf_alone_and_a_stage_refuses_any_others(prepared):
     assert json.loads(file.read_bytes())["buckets.resolution"] == 64
 
 
-@pytest.mark.slow
 def test_a_second_repro_does_nothing_and_a_forced_one_makes_the_same_bytes(prepared):
     before = kept(prepared)
     assert dvc(prepared, "repro", "prepare_dataset").splitlines()[-1] == UP_TO_DATE
@@ -140,7 +139,6 @@ def test_a_second_repro_does_nothing_and_a_forced_one_makes_the_same_bytes(prepa
     assert dvc(prepared, "status", "prepare_dataset").strip() == UP_TO_DATE
 
 
-@pytest.mark.slow
 def test_settings_of_every_plain_type_are_not_shown_as_changed(prepared):
     assert dvc(prepared, "status", "prepare_dataset", "compose").strip() == UP_TO_DATE
     before = kept(prepared)
@@ -159,7 +157,6 @@ def at_once(place, *stages):
         assert code == 0 or any(text in output for text in SECOND), output
 
 
-@pytest.mark.slow
 def test_two_commands_at_once_from_nothing_harm_nothing(checkout, tmp_path):
     at_once(checkout, "compose", "prepare_dataset")
     at_once(checkout, "prepare_dataset", "prepare_dataset")
@@ -172,7 +169,6 @@ def test_two_commands_at_once_from_nothing_harm_nothing(checkout, tmp_path):
     assert done(started(checkout, "stages.store", "verify", "paths.store=store"))[0] == 0
 
 
-@pytest.mark.slow
 def test_two_stages_that_share_what_they_need_at_once_harm_nothing(prepared):
     shared = ("encode_captions", "build_latent_cache")
     at_once(prepared, *shared)

@@ -1,6 +1,7 @@
 """The graph: what is refused, what is healed, what stays as it was."""
 
 import pytest
+from PIL import Image
 
 from lib.errors import InputRefused, SamplesFailed, StateRefused
 
@@ -14,6 +15,14 @@ def test_require_trains_when_everything_upstream_is_there(ensure):
     ensure("encode_captions")
     ensure("build_latent_cache")
     assert ensure("train", "upstream=require").stage == "train"
+
+
+@pytest.mark.pictures
+def test_a_run_shows_what_it_was_trained_on_and_how_its_loss_went(ensure, tmp_path):
+    ensure("train", "name=shown")
+    for name in ("contact_sheet.png", "loss.png"):
+        with Image.open(tmp_path / "outputs" / "shown" / name) as picture:
+            assert min(picture.size) > 100
 
 
 @pytest.mark.parametrize("kind", ["captions", "latents"])

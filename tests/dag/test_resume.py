@@ -60,7 +60,7 @@ def metric_steps(root: Path) -> list[list[int]]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_stores_two_processes_cold_and_warm_give_one_adapter(
     settings, ensure, results_of, tmp_path
 ):
@@ -76,7 +76,10 @@ def test_two_stores_two_processes_cold_and_warm_give_one_adapter(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("at", [1, 2, 5])
+@pytest.mark.parametrize(
+    "at",
+    [pytest.param(1, marks=pytest.mark.nightly), 2, pytest.param(5, marks=pytest.mark.nightly)],
+)
 def test_a_killed_run_resumes_and_ends_as_the_unbroken_one(
     settings, ensure, results_of, tmp_path, at
 ):
@@ -150,7 +153,7 @@ def test_a_resumed_run_skips_a_damaged_checkpoint_and_says_so(
     assert adapter_of(resumed) == adapter_of(ensure("train", root=whole), whole)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_control_c_says_how_to_go_on_and_the_command_resumes(settings, ensure, tmp_path):
     overrides = settings("trainer.max_steps=4000", "trainer.save_every=20")
     command = [sys.executable, "-m", "stages.train", *overrides]

@@ -56,7 +56,7 @@ def sweep(settings, capsys, monkeypatch):
     return made
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_rows_come_back_from_other_processes_and_runs_hang_under_one_parent(
     sweep, mlflow_store, tmp_path
 ):
@@ -106,7 +106,7 @@ def until(condition, process):
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_job_that_nears_its_time_limit_goes_back_to_the_queue_and_resumes(
     settings, cluster, tmp_path
 ):
@@ -132,7 +132,7 @@ def test_a_job_that_nears_its_time_limit_goes_back_to_the_queue_and_resumes(
         assert f"#SBATCH --{flag}\n" in asked
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_job_that_is_terminated_stops_as_anywhere_and_can_be_resumed(settings, cluster, tmp_path):
     words = settings("trainer.max_steps=200", "trainer.save_every=10")
     command = [sys.executable, "-m", "stages.train", "-m", "hydra/launcher=slurm", *words]

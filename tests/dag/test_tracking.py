@@ -263,11 +263,16 @@ def test_a_complete_run_that_is_found_again_sends_what_is_pending(
 @pytest.mark.parametrize(
     ("death", "code", "status"),
     [
-        ("os.kill(os.getpid(), signal.SIGTERM)", 75, "KILLED"),
-        ("os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL, None),
-        ("raise ZeroDivisionError", 1, "FAILED"),
+        pytest.param("os.kill(os.getpid(), signal.SIGTERM)", 75, "KILLED", id="TERM"),
+        pytest.param(
+            "os.kill(os.getpid(), signal.SIGKILL)",
+            -signal.SIGKILL,
+            None,
+            marks=pytest.mark.nightly,
+            id="KILL",
+        ),
+        pytest.param("raise ZeroDivisionError", 1, "FAILED", marks=pytest.mark.nightly, id="error"),
     ],
-    ids=["TERM", "KILL", "error"],
 )
 def test_how_a_run_ends_is_told_and_the_next_start_goes_on_in_the_same_run(
     settings, ensure, mlflow_store, recorded, tmp_path, patient, death, code, status
