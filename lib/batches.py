@@ -17,6 +17,7 @@ from lib.noise import NoiseProcess
 from lib.records import from_stored
 from lib.schema import ObjectiveConfig, TimestepsConfig
 from lib.store import Store
+from lib.team import ALONE, Team
 
 AHEAD = 2
 
@@ -120,8 +121,9 @@ class StepBatches:
     """All micro-batches of one optimizer step."""
 
     step: int
-    batches: tuple[Batch, ...]
-    num_samples: int
+    batches: tuple[Batch, ...]  # of several processes this one's share
+    numbers: tuple[int, ...]  # of each among those of the whole group
+    num_samples: int  # of the whole group
 
 
 class Records:
@@ -159,12 +161,19 @@ class Assembler:
     micro_batch: int
     caption_dropout: float
     unconditional: str
+    team: Team = ALONE
 
     def step(self, group: Group) -> StepBatches:
+        """This process's micro-batches: those of one group go round among all processes."""
         bucket_of = [slot.bucket for slot in self.plan.slots]
         cut = micro_batches(group.slots, bucket_of=bucket_of, micro_batch=self.micro_batch)
-        batches = tuple(self._batch(micro, group.first_counter) for micro in cut)
-        return StepBatches(step=group.step, batches=batches, num_samples=len(group.slots))
+        numbers = tuple(range(self.team.rank, len(cut), self.team.size))
+        return StepBatches(
+            step=group.step,
+            batches=tuple(self._batch(cut[number], group.first_counter) for number in numbers),
+            numbers=numbers,
+            num_samples=len(group.slots),
+        )
 
     def _batch(self, micro: MicroBatch, first_counter: int) -> Batch:
         rows = [self._row(row, first_counter + row.position) for row in micro.rows]

@@ -8,10 +8,14 @@ from contextlib import contextmanager
 
 import torch
 
+from lib.team import local_rank
+
 
 def pick_device() -> torch.device:
-    """The first GPU, else the CPU; CUDA_VISIBLE_DEVICES chooses among GPUs."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    """This process's GPU, else the CPU; CUDA_VISIBLE_DEVICES chooses among GPUs."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", local_rank())
 
 
 @contextmanager

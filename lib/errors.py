@@ -36,9 +36,13 @@ class Problem:
 
 
 class DarkroomError(Exception):
-    """Base of all errors a user can cause; `exit_code` is the process's (design 9)."""
+    """Base of all errors a user can cause; `exit_code` is the process's (design 9).
+
+    `of_all`: of several processes on one run each has it, so that the first may say it for all.
+    """
 
     exit_code = 1
+    of_all = False
 
     def __init__(self, problems: Problem | Iterable[Problem]):
         items = [problems] if isinstance(problems, Problem) else problems
@@ -50,6 +54,7 @@ class InputRefused(DarkroomError):
     """A setting, a file or a base that cannot be used."""
 
     exit_code = 2
+    of_all = True
 
 
 class SamplesFailed(DarkroomError):
@@ -62,6 +67,7 @@ class StateRefused(DarkroomError):
     """The state of the store or of a run forbids it: running elsewhere, upstream missing."""
 
     exit_code = 4
+    of_all = True
 
 
 class Stopped(DarkroomError):

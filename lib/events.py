@@ -37,6 +37,7 @@ class Events:
 
     sinks: tuple[Sink, ...] = ()
     stage: str = ""
+    kept: bool = True  # False: handed to the sinks alone, never to a run's file
     _path: Path | None = None
     _held: list[str] = field(default_factory=list)
     _last_progress: dict[str, float] = field(default_factory=dict)
@@ -44,6 +45,8 @@ class Events:
 
     def attach(self, path: Path) -> None:
         """Write to `path` from now on, what was held until now first."""
+        if not self.kept:
+            return
         self._path = path
         for line in self._held:
             append_line(path, line)
@@ -57,7 +60,7 @@ class Events:
     def _emit(self, event: Event) -> None:
         for sink in self.sinks:
             sink(event)
-        if event.kind == "progress" and not self._due(event):
+        if not self.kept or (event.kind == "progress" and not self._due(event)):
             return
         if self._path is None:
             self._held.append(event.line())

@@ -4,13 +4,16 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 from lib.errors import DarkroomError, InputRefused, Problem
 from lib.events import Events
 from lib.schema import Config
+from lib.team import this_process
 from stages.summary import Summary
 
 INTERRUPTED = 130
+SHARING = ("train", "encode_captions", "build_latent_cache", "prepare_dataset")
 
 # The libraries' notices are not ours to give; a user who wants them sets the level.
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -30,8 +33,8 @@ def main(job: Job, *, arguments: Sequence[str] | None = None, opens_base: bool =
     `opens_base` False is for jobs that touch neither the base nor the data set.
     """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
-    if os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
-        sys.exit(_refused_ranks())
+    if this_process().size > 1 and (refused := _refused_team(arguments, opens_base=opens_base)):
+        sys.exit(refused)
     sys.exit(guarded(lambda: _main(_checking(job) if opens_base else job, arguments)))
 
 
@@ -40,6 +43,8 @@ def guarded(action: Callable[[], int]) -> int:
     try:
         return action()
     except DarkroomError as error:
+        if error.of_all and not this_process().leads:
+            return error.exit_code  # the first process says it for all
         title = "refused" if isinstance(error, InputRefused) else "stopped"
         count = len(error.problems)
         print(f"{title}: {count} problem{'s' if count != 1 else ''}", file=sys.stderr)
@@ -55,13 +60,17 @@ def guarded(action: Callable[[], int]) -> int:
         return INTERRUPTED
 
 
-def _refused_ranks() -> int:
-    """Several processes would train the same run side by side; one of them says so for all."""
-    if os.environ.get("RANK", "0") != "0":
-        return InputRefused.exit_code
-    subject = f"WORLD_SIZE={os.environ['WORLD_SIZE']}"
-    remedy = "start with `python -m`, or `torchrun --nproc-per-node 1`"
-    problem = Problem(subject, "one run on several processes is not built yet", "1", remedy)
+def _refused_team(arguments: Sequence[str], *, opens_base: bool) -> int:
+    """0, or the exit code of what several processes cannot do together; the first says why."""
+    flags = [word for word in arguments if word.startswith("-")]
+    door_name = Path(sys.argv[0]).stem
+    if opens_base and not flags and door_name in SHARING:
+        return 0
+    subject = f"WORLD_SIZE={this_process().size}"
+    what = " ".join(["stages." + door_name, *flags])
+    allowed = ", ".join(f"stages.{name}" for name in SHARING)
+    remedy = "start it with `python -m`"
+    problem = Problem(subject, f"{what} is work for one process", f"{allowed}, no flags", remedy)
 
     def refuse() -> int:
         raise InputRefused(problem)
@@ -106,7 +115,8 @@ def run_stage(stage: str, config: Config, summary: Summary) -> int:
 
     with showing(summary) as events:
         graph.ensure(stage, config, events)
-    print("\n".join(summary.lines()))
+    if this_process().leads:
+        print("\n".join(summary.lines()))
     return 0
 
 
@@ -115,5 +125,8 @@ def showing(summary: Summary) -> Iterator[Events]:
     """Events that the console shows and the summary keeps."""
     from stages.console import console
 
+    if not this_process().leads:  # the first process shows what all of them do
+        yield Events(kept=False)
+        return
     with console() as sink:
         yield Events(sinks=(sink, summary))

@@ -24,6 +24,7 @@ from lib.pipeline import (
 from lib.pipeline.contract import Inputs, StagePlan
 from lib.schema import Config, FamilyConfig
 from lib.store import Manifest, Store
+from lib.team import this_process
 from lib.verify import EntriesDamaged
 
 STAGES: dict[str, tuple[ModuleType, tuple[str, ...]]] = {
@@ -144,6 +145,10 @@ def _family_rules(config: Config, family: Family) -> Iterator[Problem]:
     if (weighting := config.objective.weighting) not in facts.noise.weightings:
         why, allowed = f"family={facts.name} has none such", ", ".join(facts.noise.weightings)
         yield Problem(f"objective.weighting={weighting}", why, allowed)
+    if config.trainer.batch_size % (processes := this_process().size):
+        why = f"does not divide among the {processes} processes of the run"
+        allowed = f"a multiple of WORLD_SIZE={processes}"
+        yield Problem(f"trainer.batch_size={config.trainer.batch_size}", why, allowed)
     if config.timesteps.shift != 1 and not facts.noise.shifts:
         why = f"would have no effect: family={facts.name} has steps, not sigmas, to draw"
         yield Problem(f"timesteps.shift={config.timesteps.shift}", why, remedy="drop it")

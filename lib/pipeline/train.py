@@ -1,7 +1,10 @@
 """Stage `train`: one denoiser's adapter on the cached records; resumes where it stopped."""
 
+from __future__ import annotations
+
 from dataclasses import asdict
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from lib import runs
 from lib.buckets import PLAN_VERSION, steps_per_epoch
@@ -15,8 +18,12 @@ from lib.pipeline.contract import BASE, Inputs, StagePlan, chosen, entry_keys, g
 from lib.recipes import train_key
 from lib.schema import Config
 from lib.store import Manifest, Store
+from lib.team import Team, gathered, this_process
 from lib.tracking import following, send_pending
 from lib.verify import verify_entries
+
+if TYPE_CHECKING:
+    from lib.training.loop import Finished
 
 STAGE = "train"
 MAX_STEPS = 100_000
@@ -48,8 +55,29 @@ def run(config: Config, inputs: Inputs, store: Store, events: Events) -> Manifes
         return store.publish(manifest)
     events.stage = STAGE  # verifying is its work too
     records = [made for made in inputs.upstream.values() if made.entries]
+    team = this_process()
     with lease(store, [ref.key for made in records for ref in made.refs()]):
         verify_entries(store, records, events)
+        with gathered(team):
+            claim = _claim(planned, config, inputs, store, team=team)
+            if not team.leads:
+                _train_run(claim, planned, config, inputs, store, events)
+                team.meet()
+                return manifest
+            with runs.held(store.root, claim):
+                _train(claim, planned, config, inputs, store, events)
+                published = store.publish(manifest)
+            team.meet()
+            return published
+
+
+def _claim(
+    planned: StagePlan, config: Config, inputs: Inputs, store: Store, *, team: Team
+) -> runs.Claim:
+    """The run's folder: the first process takes it, for all."""
+    manifest = planned.known()
+
+    def take() -> dict[str, Any]:
         claim = runs.claim(
             store.root,
             manifest.key,
@@ -58,9 +86,10 @@ def run(config: Config, inputs: Inputs, store: Store, events: Events) -> Manifes
             manifests=[(made.stage, made.key) for made in (*inputs.upstream.values(), manifest)],
             rerun=config.rerun,
         )
-        with runs.held(store.root, claim):
-            _train(claim, planned, config, inputs, store, events)
-            return store.publish(manifest)
+        return {"folder": str(claim.folder), "resumed": claim.resumed}
+
+    taken = team.told(take)
+    return runs.Claim(manifest.key, Path(taken["folder"]), taken["resumed"])
 
 
 def key_settings(config: Config) -> dict[str, Any]:
@@ -78,8 +107,6 @@ def _train(
     events: Events,
 ) -> None:
     from lib.device import release
-    from lib.drawing import GridRequest
-    from lib.training.session import train_run
 
     keys = {made.stage: made.key for made in (*inputs.upstream.values(), planned.known())}
     runs.describe(claim, config, keys=keys, events=events)
@@ -89,17 +116,7 @@ def _train(
         events.warning(f"the run ends within its warm-up: {share} of lr_schedule.warmup_steps")
     _show_data(claim, config, inputs)
     with following(claim.folder, config, events=events, parent=config.tracker.parent):
-        finished = train_run(
-            claim,
-            config,
-            inputs.family,
-            inputs.base,
-            upstream=inputs.upstream,
-            store=store,
-            events=events,
-            total_steps=planned.total,
-            request=GridRequest(**grid_entries(config, inputs.upstream)),
-        )
+        finished = _train_run(claim, planned, config, inputs, store, events)
         release()  # now that no name holds the denoiser
         speed = finished.samples_per_second
         rate = {"samples_per_second": round(speed, 2)} if speed else {}
@@ -107,6 +124,32 @@ def _train(
             STAGE, "done", folder=str(claim.folder), key=claim.key, **rate, **finished.held_out
         )
         _show_losses(claim)
+
+
+def _train_run(
+    claim: runs.Claim,
+    planned: StagePlan,
+    config: Config,
+    inputs: Inputs,
+    store: Store,
+    events: Events,
+) -> Finished:
+    """What every process of the run does."""
+    from lib.drawing import GridRequest
+    from lib.training.session import train_run
+
+    return train_run(
+        claim,
+        config,
+        inputs.family,
+        inputs.base,
+        upstream=inputs.upstream,
+        store=store,
+        events=events,
+        total_steps=planned.total,
+        request=GridRequest(**grid_entries(config, inputs.upstream)),
+        team=this_process(),
+    )
 
 
 def _show_data(claim: runs.Claim, config: Config, inputs: Inputs) -> None:

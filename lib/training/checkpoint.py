@@ -53,7 +53,7 @@ def restore_optimizer(
 
 def save(folder: Path, checkpoint: Checkpoint, *, train_key: str) -> Path:
     """Publish a checkpoint, read it again, and only then drop the oldest beyond the two kept."""
-    path = folder / f"step-{checkpoint.step:08d}"
+    path = path_of(folder, checkpoint.step)
     _set_aside_if_damaged(path, train_key=train_key)
     if not path.exists():
         flat = {f"adapter/{name}": t for name, t in checkpoint.adapter.items()}
@@ -75,6 +75,11 @@ def save(folder: Path, checkpoint: Checkpoint, *, train_key: str) -> Path:
     for old in _paths(folder)[:-KEEP]:
         files.remove(old)
     return path
+
+
+def path_of(folder: Path, step: int) -> Path:
+    """Where the checkpoint after `step` steps lies."""
+    return folder / f"step-{step:08d}"
 
 
 def load(path: Path, *, train_key: str) -> Checkpoint:

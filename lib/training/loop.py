@@ -22,6 +22,7 @@ class Diverged(DarkroomError):
     """A loss or gradient norm was not finite; the weights are those of the step before."""
 
     exit_code = 1
+    of_all = True
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,8 @@ def train(
         loss, steps, done = result.loss, steps + 1, group.step + 1
         _report(events, done, result, rate=rate, progress=progress)
         events.progress(done, total_steps, unit="steps")
-        if done % config.trainer.save_every == 0 or done == total_steps:
+        due = done % config.trainer.save_every == 0 or done == total_steps
+        if due and trainer.team.leads:
             _save(trainer, done, progress, folder=folder, train_key=train_key)
         progress.aside(after_step, done)
     return Finished(steps, last_loss=loss, samples_per_second=progress.samples_per_second)

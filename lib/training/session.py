@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,10 +21,11 @@ from lib.runs import ADAPTER_FILE, EMA_FILE, Claim
 from lib.schema import Config
 from lib.signals import insisting
 from lib.store import Manifest, Store
+from lib.team import ALONE, Team
 from lib.training import checkpoint
 from lib.training.loop import Finished, train
 from lib.training.step import Trainer
-from lib.training.watching import watching
+from lib.training.watching import Watch, watching
 
 Upstream = Mapping[str, Manifest]
 
@@ -39,23 +41,31 @@ def train_run(
     events: Events,
     total_steps: int,
     request: GridRequest,
+    team: Team = ALONE,
 ) -> Finished:
-    """Train to `total_steps` and leave the adapter in the run's folder."""
-    trainer = make_trainer(config, family, base, events)
+    """Train to `total_steps` and leave the adapter in the run's folder.
+
+    Of a team every process does, on its share of each group; the first alone looks and writes.
+    """
+    trainer = make_trainer(config, family, base, events, team=team)
     folder = claim.folder / "checkpoints"
-    start, seen = _restore(trainer, folder, key=claim.key, events=events)
-    assembler = make_assembler(config, family, base, upstream=upstream, store=store)
+    start, seen = _restore_together(trainer, folder, key=claim.key, events=events)
+    assembler = make_assembler(config, family, base, upstream=upstream, store=store, team=team)
     groups = assembler.plan.groups(start, total_steps)
-    watched = watching(
-        trainer,
-        claim,
-        config,
-        base,
-        request=request,
-        upstream=upstream,
-        store=store,
-        events=events,
-        total_steps=total_steps,
+    watched = (
+        watching(
+            trainer,
+            claim,
+            config,
+            base,
+            request=request,
+            upstream=upstream,
+            store=store,
+            events=events,
+            total_steps=total_steps,
+        )
+        if team.leads
+        else nullcontext(Watch(config, total_steps, None, None))
     )
     with insisting() as check, without_cudnn_attention(), watched as watch:
 
@@ -76,11 +86,14 @@ def train_run(
             events=events,
             after_step=after_step,
         )
-    _write_adapter(trainer, claim)
+    if team.leads:
+        _write_adapter(trainer, claim)
     return replace(finished, held_out=watch.held_out())
 
 
-def make_trainer(config: Config, family: Family, base: Base, events: Events) -> Trainer:
+def make_trainer(
+    config: Config, family: Family, base: Base, events: Events, *, team: Team = ALONE
+) -> Trainer:
     """The denoiser in the run's precision with a fresh adapter and its optimizer."""
     device, dtype = pick_device(), DTYPES[config.precision.mode]
     events.decision("device", str(device), source="machine", reason="the first GPU, else the CPU")
@@ -105,6 +118,7 @@ def make_trainer(config: Config, family: Family, base: Base, events: Events) -> 
         dropout=config.adapter.dropout,
         ema_decay=config.trainer.ema_decay,
         ema=ema.start(injected.parameters) if config.trainer.ema_decay > 0 else {},
+        team=team,
     )
 
 
@@ -121,7 +135,13 @@ def make_plan(config: Config, upstream: Upstream) -> Plan:
 
 
 def make_assembler(
-    config: Config, family: Family, base: Base, *, upstream: Upstream, store: Store
+    config: Config,
+    family: Family,
+    base: Base,
+    *,
+    upstream: Upstream,
+    store: Store,
+    team: Team = ALONE,
 ) -> Assembler:
     """The batch plan, and the records behind it."""
     captions, latents = upstream["encode_captions"], upstream["build_latent_cache"]
@@ -133,10 +153,34 @@ def make_assembler(
         process=process_of(family, base),
         timesteps=config.timesteps,
         objective=config.objective,
-        micro_batch=config.trainer.micro_batch or config.trainer.batch_size,
+        micro_batch=config.trainer.micro_batch or config.trainer.batch_size // team.size,
         caption_dropout=config.trainer.caption_dropout,
         unconditional=captions.payload["unconditional"],
+        team=team,
     )
+
+
+def _restore_together(
+    trainer: Trainer, folder: Path, *, key: str, events: Events
+) -> tuple[int, int]:
+    """As `_restore`, from the same checkpoint in every process."""
+
+    def first() -> dict[str, int]:
+        step, seen = _restore(trainer, folder, key=key, events=events)
+        return {"step": step, "seen": seen}
+
+    found = trainer.team.told(first)
+    if found["step"] and not trainer.team.leads:
+        path = checkpoint.path_of(folder, found["step"])
+        _put_back(trainer, checkpoint.load(path, train_key=key))
+    return found["step"], found["seen"]
+
+
+def _put_back(trainer: Trainer, found: checkpoint.Checkpoint) -> None:
+    adapter.load_state_dict(trainer.parameters, found.adapter)
+    if trainer.ema:
+        adapter.load_state_dict(trainer.ema, found.ema)
+    checkpoint.restore_optimizer(trainer.optimizer, trainer.parameters, found.optimizer)
 
 
 def _restore(trainer: Trainer, folder: Path, *, key: str, events: Events) -> tuple[int, int]:
@@ -147,10 +191,7 @@ def _restore(trainer: Trainer, folder: Path, *, key: str, events: Events) -> tup
     found = latest.checkpoint
     if found is None:
         return 0, 0
-    adapter.load_state_dict(trainer.parameters, found.adapter)
-    if trainer.ema:
-        adapter.load_state_dict(trainer.ema, found.ema)
-    checkpoint.restore_optimizer(trainer.optimizer, trainer.parameters, found.optimizer)
+    _put_back(trainer, found)
     events.decision("resume", found.step, source="checkpoint", reason="an earlier attempt stopped")
     return found.step, found.num_samples_seen
 

@@ -14,6 +14,7 @@ from lib.batches import Batch, StepBatches
 from lib.family import Family
 from lib.objectives import group_loss, per_sample_loss
 from lib.random import seed64
+from lib.team import ALONE, Team
 
 
 @dataclass(frozen=True)
@@ -41,19 +42,22 @@ class Trainer:
     ema_decay: float = 0.0
     ema: dict[str, torch.Tensor] = field(default_factory=dict)
     guidance: float = 1.0
+    team: Team = ALONE
+    _learning: tuple[bool, ...] = ()  # of several processes: which parameters have a gradient
 
     def step(self, group: StepBatches, *, rate: float) -> StepResult:
         """Gradients over all micro-batches, one update; raises nothing on a non-finite loss."""
         self.optimizer.zero_grad(set_to_none=True)
         for param_group in self.optimizer.param_groups:
             param_group["lr"].fill_(rate)
-        total_weight = sum(float(batch.weights.sum()) for batch in group.batches)
         loss = torch.zeros((), device=self.device)
-        for number, batch in enumerate(group.batches):
+        for number, batch in zip(group.numbers, group.batches, strict=True):
             self._seed_dropout(group.step, number)
-            share = self._loss(batch.to(self.device), total_weight)
+            # A group's weight is its samples: fillers, on whatever process, weigh nothing.
+            share = self._loss(batch.to(self.device), float(group.num_samples))
             share.backward()
             loss += share.detach()
+        self._share_gradients(loss)
         norm = self._clip()
         finite = torch.isfinite(loss) & torch.isfinite(norm)
         # The fused kernel reads found_inf on the device: no weight moves on a non-finite step.
@@ -79,6 +83,21 @@ class Trainer:
     def _loss(self, batch: Batch, total_weight: float) -> shapes.Scalar:
         losses = per_sample_loss(self.predict(batch), batch.target) * batch.loss_weights
         return group_loss(losses, batch.weights, total_weight=total_weight)
+
+    def _share_gradients(self, loss: torch.Tensor) -> None:
+        """Sums over all processes, of gradients and loss: each has a part of the group's mean."""
+        if self.team.size == 1:
+            return
+        parameters = list(self.parameters.values())
+        learning = torch.tensor([float(p.grad is not None) for p in parameters], device=self.device)
+        for parameter in parameters:
+            if parameter.grad is None:  # this process had no part in the group
+                parameter.grad = torch.zeros_like(parameter)
+        self.team.add([*(parameter.grad for parameter in parameters), loss, learning])
+        # What never has a gradient must have none, not zeros: it would still decay.
+        self._learning = self._learning or tuple(map(bool, learning.tolist()))
+        for parameter, learns in zip(parameters, self._learning, strict=True):
+            parameter.grad = parameter.grad if learns else None
 
     def _clip(self) -> shapes.Scalar:
         """The norm before clipping; `max_grad_norm` 0 only measures."""
