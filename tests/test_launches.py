@@ -132,12 +132,23 @@ def test_torchrun_with_one_process_is_the_plain_command(tmp_path):
 
 
 @pytest.mark.slow
-def test_torchrun_with_two_processes_is_one_refusal_of_both_and_leaves_nothing(tmp_path):
-    code, errors = ended(start(tmp_path, *TORCHRUN, "2", "-m", "stages.train", *SMALL))
+def test_torchrun_with_two_processes_is_one_run_with_one_voice(tmp_path):
+    words = ("name=mine", "trainer.batch_size=2")
+    code, errors = ended(start(tmp_path, *TORCHRUN, "2", "-m", "stages.train", *SMALL, *words))
+    assert code == 0, errors
+    assert list(folders(tmp_path)) == ["mine"]
+    assert errors.count("train: start") == 1
+    assert_nothing_stray(tmp_path)
+
+
+@pytest.mark.nightly
+def test_what_several_processes_cannot_do_is_one_refusal_of_both_and_leaves_nothing(tmp_path):
+    code, errors = ended(start(tmp_path, *TORCHRUN, "2", "-m", "stages.sample", *SMALL))
     assert code != 0
     assert re.findall(r"^refused: .*\n.*", errors, re.M) == [
-        "refused: 1 problem\n  WORLD_SIZE=2: one run on several processes is not built yet; allowed: 1; "
-        "start with `python -m`, or `torchrun --nproc-per-node 1`"
+        "refused: 1 problem\n  WORLD_SIZE=2: stages.sample is work for one process; allowed: "
+        "stages.train, stages.encode_captions, stages.build_latent_cache, stages.prepare_dataset, "
+        "no flags; start it with `python -m`"
     ]
     codes = set(re.findall(r"exitcode *: (-?\d+)", errors))
     assert "2" in codes
