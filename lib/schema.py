@@ -135,6 +135,7 @@ class TrainerConfig:
     ema_decay: float = 0.99
     save_every: int = 100
     caption_dropout: float = 0.0
+    gradient_checkpointing: bool = False
 
 
 @dataclass(frozen=True)

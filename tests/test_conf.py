@@ -72,6 +72,7 @@ PUBLIC = {
     "trainer.micro_batch=2 trainer.batch_size=4": ("trainer.micro_batch", 2),
     "trainer.max_grad_norm=0": ("trainer.max_grad_norm", 0.0),
     "trainer.save_every=7": ("trainer.save_every", 7),
+    "trainer.gradient_checkpointing=true": ("trainer.gradient_checkpointing", True),
     "trainer.caption_dropout=0.1": ("trainer.caption_dropout", 0.1),
     "trainer.ema_decay=0": ("trainer.ema_decay", 0.0),
     "sample.prompts=[a fox]": ("sample.prompts", ["a fox"]),
