@@ -190,7 +190,7 @@ def timed_steps(
     losses, seconds = [], []
     for step in range(steps):
         began = time.perf_counter()
-        group = StepBatches(step=step, batches=(batch,), num_samples=1)
+        group = StepBatches(step=step, batches=(batch,), numbers=(0,), num_samples=1)
         result = trainer.step(group, rate=rate)
         if trainer.device.type == "cuda":
             torch.cuda.synchronize()

@@ -65,6 +65,20 @@ def test_a_file_is_called_as_its_family_and_names_the_base_that_the_family_does(
     assert (written["name"], written["base"]) == (file, families.get(file).FACTS.reference)
 
 
+OF_PRESETS = {
+    "timesteps=logit_normal": ("z_image", "timesteps.shift", 6.0),
+    "timesteps=uniform": ("z_image", "timesteps.shift", 6.0),
+    "lr_schedule=constant_with_warmup": ("flux", "lr_schedule.warmup_steps", 20),
+    "optimizer=adamw": ("krea2", "optimizer.lr", 3e-4),
+}
+
+
+@pytest.mark.parametrize("option", OF_PRESETS)
+def test_an_option_leaves_a_familys_other_presets_as_they_are(option):
+    family, setting, expected = OF_PRESETS[option]
+    assert value_of(compose([option, f"family={family}"]), setting) == expected
+
+
 # What is typed beside an option: it wins over the option, which wins over the family's preset.
 SCHEDULES = {
     "preset": {"name": "linear", "warmup_steps": 7},
@@ -87,12 +101,12 @@ OBJECTIVES = {
 }
 OF_DDPM = {**OBJECTIVES, "plain": {"weighting": "min_snr", "snr_gamma": 4.0}}
 OPTIMIZER = {"lr": 0.5, "beta1": 0.8, "eps": 1e-6}
-OF_PRESETS = ("preset", "constant_with_warmup")  # what they hold depends on the family
-OTHERS = [name for name in SCHEDULES if name not in OF_PRESETS]
+FAMILYS = ("preset", "constant_with_warmup")  # what they hold depends on the family
+OTHERS = [name for name in SCHEDULES if name not in FAMILYS]
 CASES = [
     (name, schedule)
     for place, name in enumerate(NAMES)
-    for schedule in (*OF_PRESETS, OTHERS[place % 5], OTHERS[(place + 2) % 5])
+    for schedule in (*FAMILYS, OTHERS[place % 5], OTHERS[(place + 2) % 5])
 ]
 
 

@@ -62,6 +62,7 @@ def make_step():
                     names=tuple(f"{row}.png" for row in rows),
                 )
             )
-        return StepBatches(step=number, batches=tuple(batches), num_samples=6)
+        numbers = tuple(range(len(batches)))
+        return StepBatches(number, tuple(batches), numbers, num_samples=6)
 
     return make

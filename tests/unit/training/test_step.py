@@ -1,3 +1,5 @@
+import dataclasses
+
 import pytest
 import torch
 from torch.nn.functional import mse_loss
@@ -113,11 +115,11 @@ def test_a_step_with_dropout_repeats_itself(make_trainer, make_step):
 def test_dropout_differs_between_steps_micro_batches_and_seeds(make_trainer, make_step):
     def loss(*, seed=0, step=0):
         trainer, group = make_trainer(dropout=0.5, seed=seed), make_step(0)
-        return trainer.step(type(group)(step, group.batches, 6), rate=0.0).loss
+        return trainer.step(dataclasses.replace(group, step=step), rate=0.0).loss
 
     assert len({loss(), loss(seed=1), loss(step=1)}) == 3
     group = make_step(0)
-    twice = type(group)(0, group.batches * 2, 12)
+    twice = dataclasses.replace(group, batches=group.batches * 2, numbers=(0, 1), num_samples=12)
     assert make_trainer(dropout=0.5).step(twice, rate=0.0).loss != pytest.approx(loss(), rel=1e-6)
 
 
