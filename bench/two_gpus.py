@@ -1,6 +1,6 @@
 """Two GPUs beside one, by the real commands: losses, speed, caches, resuming, a killed process.
 
-    python -m bench.two_gpus SCRATCH [--only sum cold small large kills] [--tiny] [--stores FOLDER]
+    python -m bench.two_gpus SCRATCH [--only CASE ...] [--tiny] [--stores FOLDER] [--threads N]
 
 A full-size FLUX.1 with random weights, random pictures of 512 px and a caption each; `--tiny` takes
 the tiny base and 64 px, on a CPU too. Each case goes on when another fails; what is in SCRATCH from
@@ -8,6 +8,7 @@ an earlier start is kept, and the tables are made from all of it.
 """
 
 import argparse
+import os
 import shutil
 import sys
 import time
@@ -17,12 +18,13 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image
 
 from bench.two_gpus_commands import Command, run
-from bench.two_gpus_tables import last_step, run_folder, tables
+from bench.two_gpus_tables import last_step, tables
 
 STEPS, TINY_STEPS = 30, 60
 SAVE_EVERY = 5
@@ -113,7 +115,7 @@ def prepare(bench: Bench) -> None:
             list(workers.map(make, range(bench.pictures), chunksize=16))
         print(f"{bench.pictures} pictures", flush=True)
     logs = bench.scratch / "logs"
-    if not bench.tiny and not Path(bench.base).exists():
+    if not bench.tiny and not (Path(bench.base) / "model_index.json").exists():
         run("base", "bench.full_size_flux", [bench.base], processes=1, logs=logs, seconds=300)
     if not bench.stores.exists():
         time.sleep(3.0)  # what has just been written is not remembered
@@ -146,18 +148,31 @@ def large(bench: Bench) -> None:
     bench.train("two-8", processes=2, batch=8)
 
 
-def kills(bench: Bench) -> None:
-    """The run of `cold` again: two cards lose one process, one goes on, then two once more."""
+def part(bench: Bench, command: str, *, until: int, processes: int, **options: Any) -> Command:
+    """A part of the run of `cold`, in another folder, killed when it has done so many steps."""
     folder = bench.scratch / "outputs" / "killed"
+    checkpoint = folder / "checkpoints" / f"step-{until // SAVE_EVERY * SAVE_EVERY:08d}"
+    return bench.train(
+        command,
+        processes=processes,
+        batch=4,
+        name="killed",
+        store="two",
+        save_every=SAVE_EVERY,
+        kill_when=lambda: checkpoint.exists() and last_step(folder) >= until,
+        **options,
+    )
 
-    def reaches(step: int) -> Callable[[], bool]:
-        checkpoint = folder / "checkpoints" / f"step-{step // SAVE_EVERY * SAVE_EVERY:08d}"
-        return lambda: checkpoint.exists() and last_step(folder) >= step
 
-    part = partial(bench.train, batch=4, name="killed", store="two", save_every=SAVE_EVERY)
-    part("killed-two", processes=2, more=("rerun=true",), kill_when=reaches(7), rank=1)
-    part("killed-one", processes=1, kill_when=reaches(17))
-    part("resumed-two", processes=2)
+def lost(bench: Bench) -> None:
+    """Two cards, and the second process is killed in the middle of a step."""
+    part(bench, "killed-two", until=7, processes=2, more=("rerun=true",), rank=1)
+
+
+def resumed(bench: Bench) -> None:
+    """One card goes on with what two have left, and two with what it leaves."""
+    part(bench, "killed-one", until=17, processes=1)
+    part(bench, "resumed-two", until=bench.steps + 1, processes=2)
 
 
 def verify(bench: Bench) -> None:
@@ -173,7 +188,8 @@ CASES = {
     "cold": cold,
     "small": small,
     "large": large,
-    "kills": kills,
+    "lost": lost,
+    "resumed": resumed,
     "verify": verify,
 }
 
@@ -185,7 +201,10 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--stores", type=Path, help="where the stores lie; SCRATCH/stores")
     parser.add_argument("--pictures", type=int, default=1024)
+    parser.add_argument("--threads", type=int, default=8, help="of the CPU, for each process")
     asked = parser.parse_args()
+    # torchrun would give one to each of several processes, and one alone would have them all.
+    os.environ["OMP_NUM_THREADS"] = str(asked.threads)
     scratch = asked.scratch.resolve()
     stores = (asked.stores or scratch / "stores").resolve()
     bench = Bench(scratch, stores, asked.tiny, asked.pictures)

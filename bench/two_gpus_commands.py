@@ -14,7 +14,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 CHECKOUT = Path(__file__).resolve().parent.parent
-THREADS = "8"  # of the CPU for each process: torchrun would give one to each of several
 POLL_SECONDS = 0.02
 MARK = "TWO_GPUS_COMMAND"  # in the environment of all that a command starts
 
@@ -71,7 +70,7 @@ def run(
     child = subprocess.Popen(
         command,
         cwd=CHECKOUT,
-        env={**os.environ, "OMP_NUM_THREADS": THREADS, **own, **(environment or {})},
+        env={**os.environ, **own, **(environment or {})},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -10,7 +10,6 @@ from bench.two_gpus_commands import Command, recorded
 LOSS_STEPS = 20
 WARM = 3  # steps that are not timed
 MIDDLE = 0.1  # of the entries at either end are left out of the steady rate
-LAST_WORDS = 12
 
 
 def run_folder(scratch: Path, name: str) -> Path:
@@ -78,7 +77,8 @@ def _caches(commands: dict[str, Command], stores: Path) -> Iterator[str]:
             stage_seconds = f"{ended - began:.1f}" if began and ended else "-"
             rates.append((_rate(times, 0.0), _rate(times, MIDDLE)))
             whole, middle = rates[-1]
-            yield f"| {kind} | {cards} | {len(times)} | {whole:.1f} | {middle:.1f} | {stage_seconds} |"
+            shown = f"{len(times)} | {whole:.1f} | {middle:.1f} | {stage_seconds}"
+            yield f"| {kind} | {cards} | {shown} |"
         if len(rates) == 2:
             ratios = [two / one if one else 0.0 for one, two in zip(*rates, strict=True)]
             yield f"| {kind} | ratio | | {ratios[0]:.2f} | {ratios[1]:.2f} | |"
@@ -138,8 +138,11 @@ def _kills(commands: dict[str, Command], scratch: Path) -> Iterator[str]:
     yield f"\nrank 1 killed: the command ended {lost.after_kill:.1f} s later, code {lost.code}"
     yield f"resumed from steps {[e['value'] for e in resumes]}; last step {last_step(folder)}"
     yield f"warnings: {warnings or 'none'}"
-    yield "last words:"
-    yield from (f"    {line}" for line in lost.tail(LAST_WORDS))
+    yield "what it said then:"
+    killed_at = lost.killed_at or 0.0
+    yield from (
+        f"    {when - killed_at:6.2f} {line}" for when, line in lost.lines if when > killed_at
+    )
 
 
 def _commands(commands: dict[str, Command]) -> Iterator[str]:

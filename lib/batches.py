@@ -1,11 +1,10 @@
-"""Plan + records + draws -> weighted batches of static shape, ahead of time (design 6)."""
+"""Plan + records + draws -> weighted batches of static shape (design 6)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -18,11 +17,6 @@ from lib.records import from_stored
 from lib.schema import ObjectiveConfig, TimestepsConfig
 from lib.store import Store
 from lib.team import ALONE, Team
-
-AHEAD = 2
-
-Item = TypeVar("Item")
-Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
@@ -252,24 +246,6 @@ class _Draw:
 
     def uniform(self, stream: random.Stream) -> float:
         return random.uniform(stream=stream, **vars(self))
-
-
-def ahead(
-    make: Callable[[Item], Made], items: Iterable[Item], *, depth: int = AHEAD
-) -> Iterator[Made]:
-    """`make` of each item in order, computed by a thread up to `depth` items ahead."""
-    with ThreadPoolExecutor(1, thread_name_prefix="batches") as thread:
-        pending: list[Future[Made]] = []
-        try:
-            for item in items:
-                pending.append(thread.submit(make, item))
-                if len(pending) > depth:
-                    yield pending.pop(0).result()
-            while pending:
-                yield pending.pop(0).result()
-        finally:
-            for future in pending:
-                future.cancel()
 
 
 def slots_of(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lib.errors import InputRefused, Problem
-from lib.rules import problems_of
+from lib.rules_across import problems_of
 from lib.schema import Config
 
 

@@ -103,6 +103,9 @@ def _base_problems(config: Config, family: Family) -> Iterator[Problem]:
 
 def _canvas_problems(config: Config, family: Family) -> Iterator[Problem]:
     """The base drawn on must be one of the family's; a distilled one is welcome."""
+    if config.sample.every:
+        why = "grids while training are drawn on family.base, with what is meant for sample.base"
+        yield Problem(f"sample.every={config.sample.every}", why, "0", "or drop sample.base")
     canvas = _open_canvas(config, family)
     found = list(base_problems(canvas, family=family, others=_all_facts()))
     yield from found

@@ -51,7 +51,8 @@ def run(config: Config, inputs: Inputs, store: Store, events: Events) -> Manifes
         folder = runs.completed(store.root, manifest.key)
         assert folder is not None
         events.phase(STAGE, "hit", key=manifest.key, folder=str(folder), steps=planned.total)
-        send_pending(folder, config, events=events)
+        if this_process().leads:
+            send_pending(folder, config, events=events)
         return store.publish(manifest)
     events.stage = STAGE  # verifying is its work too
     records = [made for made in inputs.upstream.values() if made.entries]

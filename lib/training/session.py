@@ -8,7 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from lib import adapter, ema, files, tensors
-from lib.batches import Assembler, Plan, Records, ahead, slots_of
+from lib.ahead import ahead
+from lib.batches import Assembler, Plan, Records, slots_of
 from lib.device import pick_device, without_cudnn_attention
 from lib.drawing import GridRequest
 from lib.errors import Problem, StateRefused

@@ -3,7 +3,7 @@ import time
 
 import pytest
 
-from lib.batches import ahead
+from lib.ahead import ahead
 
 
 def workers():

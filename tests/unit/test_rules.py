@@ -147,6 +147,10 @@ CROSS = [
 ]
 WITHOUT_EFFECT = [
     ({"lr_schedule.warmup_steps": 5}, "lr_schedule.warmup_steps=5"),
+    (
+        {"lr_schedule.name": "constant_with_warmup", "lr_schedule.warmup_steps": 0},
+        "lr_schedule.name=constant_with_warmup",
+    ),
     ({"lr_schedule.num_cycles": 2}, "lr_schedule.num_cycles=2"),
     ({"lr_schedule.name": "cosine", "lr_schedule.num_cycles": 2}, "lr_schedule.num_cycles=2"),
     ({"lr_schedule.name": "linear", "lr_schedule.power": 2.0}, "lr_schedule.power=2.0"),
