@@ -11,12 +11,14 @@ from safetensors.torch import load_file, save_file
 
 from lib import adapter
 from lib.families import flux
+from lib.family import Conditioning
 from lib.hub import Base
 from lib.memory import Memory
 from lib.noise import Flow
 from lib.random import normal
 from lib.sampling import euler
 from lib.schema import AdapterConfig, Config, ExportConfig
+from tests.unit.families import reference
 
 HEIGHT, WIDTH, LENGTH, STEPS, GUIDANCE = 64, 96, 48, 3, 3.5
 LATENT = (HEIGHT // 8, WIDTH // 8)
@@ -106,18 +108,6 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).norm() / b.norm())
 
 
-@pytest.mark.parametrize("words", [1, 100])
-def test_caption_records_equal_the_pipelines_encode_prompt(base, pipeline, words):
-    text = " ".join(["fox"] * words)
-    encoders = flux.load_text_encoders(base, dtype=torch.float32, device="cpu")
-    record = flux.encode_captions(encoders, [text], max_length=LENGTH)[0]
-    with torch.no_grad():  # as in the pipeline's call; torch takes other kernels with gradients
-        embeds, pooled, ids = pipeline.encode_prompt(text, None, max_sequence_length=LENGTH)
-    assert torch.equal(record["text_embeds"], embeds[0])
-    assert torch.equal(record["pooled_embeds"], pooled[0])
-    assert not ids.any()
-
-
 def test_another_text_length_changes_the_conditioning(base):
     encoders = flux.load_text_encoders(base, dtype=torch.float32, device="cpu")
     denoiser = flux.load_denoiser(base, dtype=torch.float32, device="cpu")
@@ -143,42 +133,6 @@ def test_a_batch_of_captions_equals_each_alone(base):
         alone = flux.encode_captions(encoders, [text], max_length=LENGTH)[0]
         for name, tensor in alone.items():
             torch.testing.assert_close(record[name], tensor, rtol=1e-5, atol=1e-5)
-
-
-def test_predict_equals_what_the_pipelines_denoiser_produced(base, pipeline):
-    seen = []
-
-    def hook(module, args, kwargs, output):
-        seen.append((kwargs, output[0]))
-
-    handle = pipeline.transformer.register_forward_hook(hook, with_kwargs=True)
-    pipeline_latents(pipeline, PROMPTS)
-    handle.remove()
-    assert len(seen) == STEPS
-    denoiser = flux.load_denoiser(base, dtype=torch.float32, device="cpu")
-    for kwargs, output in seen:
-        records = [
-            {"text_embeds": text, "pooled_embeds": pooled}
-            for text, pooled in zip(
-                kwargs["encoder_hidden_states"], kwargs["pooled_projections"], strict=True
-            )
-        ]
-        prediction = flux.predict(
-            denoiser,
-            pipeline._unpack_latents(kwargs["hidden_states"], HEIGHT, WIDTH, 8),
-            kwargs["timestep"],
-            conditioning=flux.conditioning(records, ()),
-            guidance=GUIDANCE,
-        )
-        # The level fed back goes through another times 1000 / 1000: the last bit may differ.
-        torch.testing.assert_close(
-            prediction.detach(), pipeline._unpack_latents(output, HEIGHT, WIDTH, 8)
-        )
-
-
-def test_our_sampling_equals_the_pipelines_without_an_adapter(base, pipeline):
-    denoiser = flux.load_denoiser(base, dtype=torch.float32, device="cpu")
-    assert torch.equal(our_latents(base, denoiser, PROMPTS), pipeline_latents(pipeline, PROMPTS))
 
 
 @pytest.mark.parametrize("alpha", [4.0, 2.0, 8.0])
@@ -282,3 +236,174 @@ def test_a_prediction_does_not_depend_on_its_batch_mates(base):
     both = run(slice(0, 2))
     for row in range(2):
         torch.testing.assert_close(both[row : row + 1], run(slice(row, row + 1)))
+
+
+# Checks written as functions, so that each can be seen red under a mutation.
+
+
+def encoded(base, captions):
+    encoders = reference.encoders_of(flux, base)
+    return flux.encode_captions(encoders, captions, max_length=LENGTH)
+
+
+def check_captions(base, pipe):
+    for caption in reference.CAPTIONS.values():
+        with torch.no_grad():
+            embeds, pooled, _ = pipe.encode_prompt(caption, None, max_sequence_length=LENGTH)
+        record = encoded(base, [caption])[0]
+        assert torch.equal(record["text_embeds"], embeds[0])
+        assert torch.equal(record["pooled_embeds"], pooled[0])
+
+
+def check_predict(base, pipe):
+    denoiser = reference.denoiser_of(flux, base)
+    with reference.recorded(pipe.transformer) as calls:
+        expected = pipeline_latents(pipe, PROMPTS)
+    records = encoded(base, PROMPTS)
+    for _, named, output in calls:
+        found = flux.predict(
+            denoiser,
+            pipe._unpack_latents(named["hidden_states"], HEIGHT, WIDTH, 8),
+            named["timestep"],
+            conditioning=flux.conditioning(records, ()),
+            guidance=GUIDANCE,
+        )
+        torch.testing.assert_close(
+            found.detach(), pipe._unpack_latents(output[0], HEIGHT, WIDTH, 8)
+        )
+    assert torch.equal(our_latents(base, denoiser, PROMPTS), expected)
+
+
+def check_latents(base, pipe):
+    autoencoder = flux.load_autoencoder(base, dtype=torch.float32, device="cpu")
+    posterior = flux.encode_images(autoencoder, reference.drawn(1, 3, HEIGHT, WIDTH).clamp(-1, 1))
+    constants = flux.latent_constants(base)
+    latents = flux.normalise(posterior.mean, constants)
+    config = pipe.vae.config
+    with torch.no_grad():  # the pipeline's own line, from latents to the picture
+        image = pipe.vae.decode(latents / config.scaling_factor + config.shift_factor)[0]
+    ours = flux.decode_latents(autoencoder, posterior.mean)
+    torch.testing.assert_close(ours, image, rtol=1e-5, atol=1e-5)
+
+
+def check_loss(base, pipe):
+    """Loss and gradients of an adapter against the public recipe, written out."""
+    config = reference.adapter_config(flux)
+    denoiser, injected = reference.adapted(flux, base, config, strength=1.0)
+    latents, noised = reference.drawn(2, 16, *LATENT, name="latents"), noise()
+    level = torch.tensor([0.25, 0.8])
+    with torch.no_grad():
+        embeds, pooled, text_ids = pipe.encode_prompt(PROMPTS, None, max_sequence_length=LENGTH)
+    sigma = level.view(-1, 1, 1, 1)
+    noisy = (1.0 - sigma) * latents + sigma * noised
+    output = denoiser(
+        hidden_states=pipe._pack_latents(noisy, 2, 16, *LATENT),
+        timestep=level,
+        guidance=torch.ones(2),
+        pooled_projections=pooled,
+        encoder_hidden_states=embeds,
+        txt_ids=text_ids,
+        img_ids=pipe._prepare_latent_image_ids(
+            2, LATENT[0] // 2, LATENT[1] // 2, "cpu", torch.float32
+        ),
+        return_dict=False,
+    )[0]
+    unpacked = pipe._unpack_latents(output, HEIGHT, WIDTH, 8)
+    expected = ((unpacked - (noised - latents)) ** 2).mean()
+    ours = reference.loss_of(
+        flux,
+        base,
+        denoiser,
+        latents=latents,
+        noise=noised,
+        level=level,
+        conditioning=flux.conditioning(encoded(base, PROMPTS), ()),
+    )
+    assert relative(ours.detach(), expected.detach()) < 1e-6
+    theirs = reference.gradients(injected.parameters, expected)
+    assert relative(reference.gradients(injected.parameters, ours), theirs) < 1e-6
+
+
+CHECKS = (check_captions, check_predict, check_latents, check_loss)
+
+
+def call(**changes):
+    """A mutation of what the denoiser is given."""
+    return reference.alters_call(
+        flux, lambda named: {**named, **{n: change(named[n]) for n, change in changes.items()}}
+    )
+
+
+def _zeroed_pads(conditioning, records, frames):
+    made = dict(conditioning(records, frames))
+    text = made["text_embeds"].clone()
+    text[:, LENGTH // 2 :] = 0
+    return Conditioning({**made, "text_embeds": text})
+
+
+MUTATIONS = {
+    "height and width change places": (check_predict, call(img_ids=lambda ids: ids[:, [0, 2, 1]])),
+    "time runs the other way": (check_predict, call(timestep=lambda t: 1 - t)),
+    "guidance is not fed": (check_predict, call(guidance=torch.ones_like)),
+    "guidance is fed times 1000": (check_loss, call(guidance=lambda g: 1000 * g)),
+    "the pooled state is dropped": (check_predict, call(pooled_projections=torch.zeros_like)),
+    "the pads are zero": (check_predict, reference.alters(flux, "conditioning", _zeroed_pads)),
+    "the sign is changed": (
+        check_predict,
+        reference.alters(flux, "predict", lambda predict, *a, **k: -predict(*a, **k)),
+    ),
+    "the sign is changed in training": (
+        check_loss,
+        reference.alters(flux, "predict", lambda predict, *a, **k: -predict(*a, **k)),
+    ),
+    "latents are not normalised": (
+        check_latents,
+        reference.replaces(flux, "normalise", lambda latents, constants: latents),
+    ),
+    "latents lose the shift": (
+        check_latents,
+        reference.alters(flux, "normalise", lambda f, x, c: f(x, {**c, "shift": 0.0})),
+    ),
+    "the scale is its reciprocal": (
+        check_latents,
+        reference.alters(flux, "normalise", lambda f, x, c: f(x, {**c, "scale": 1 / c["scale"]})),
+    ),
+    "captions are cut to a shorter length": (
+        check_captions,
+        reference.alters(
+            flux, "encode_captions", lambda f, *a, max_length: f(*a, max_length=LENGTH - 1)
+        ),
+    ),
+    "the schedule is not shifted by size": (
+        check_predict,
+        reference.replaces(flux, "mu_of_tokens", lambda tokens, **_: 0.0),
+    ),
+}
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_holds(check, base, pipeline):
+    check(base, pipeline)
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_mutation_turns_its_check_red(name, base, pipeline, monkeypatch):
+    check, mutate = MUTATIONS[name]
+    mutate(monkeypatch)
+    with pytest.raises(AssertionError):
+        check(base, pipeline)
+
+
+def test_an_adapter_learns_one_batch(base):
+    config = reference.adapter_config(flux, rank=8, alpha=8.0)
+    denoiser, injected = reference.adapted(flux, base, config)
+    made = flux.conditioning(encoded(base, PROMPTS), ())
+    batch = {"latents": reference.drawn(2, 16, *LATENT, name="latents"), "noise": noise()}
+    losses, idle = reference.train(
+        injected.parameters,
+        lambda: reference.loss_of(
+            flux, base, denoiser, level=torch.tensor([0.25, 0.8]), conditioning=made, **batch
+        ),
+    )
+    assert losses[-1] < 0.8 * losses[0]
+    assert idle == set()
