@@ -84,7 +84,7 @@ def build(folder: Path, *, device: str) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("folder", type=Path)
     arguments = parser.parse_args()
     began = time.monotonic()

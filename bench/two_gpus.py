@@ -131,8 +131,22 @@ def summing(bench: Bench) -> None:
     run("sum", "bench.two_gpus_sum", processes=2, logs=logs, seconds=120, environment=settings)
 
 
-def cold(bench: Bench) -> None:
-    """One command each from nothing: both caches, then training at a global batch of 4."""
+def cached(bench: Bench, stage: str, name: str) -> None:
+    """A cache stage from nothing, on one card and on two."""
+    for store, processes in (("one", 1), ("two", 2)):
+        overrides = bench.overrides(store, name, batch=4, save_every=NEVER)
+        run(
+            f"{name}-{store}",
+            f"stages.{stage}",
+            overrides,
+            processes=processes,
+            logs=bench.scratch / "logs",
+            seconds=LIMIT_SECONDS,
+        )
+
+
+def equal(bench: Bench) -> None:
+    """The same run on one card and on two."""
     bench.train("one-4", processes=1, batch=4)
     bench.train("two-4", processes=2, batch=4)
 
@@ -144,12 +158,12 @@ def small(bench: Bench) -> None:
 
 
 def large(bench: Bench) -> None:
-    """Four pictures a card; one card's are those of `cold`."""
+    """Four pictures a card; one card's are those of `equal`."""
     bench.train("two-8", processes=2, batch=8)
 
 
 def part(bench: Bench, command: str, *, until: int, processes: int, **options: Any) -> Command:
-    """A part of the run of `cold`, in another folder, killed when it has done so many steps."""
+    """A part of the run of `equal`, in another folder, killed when it has done so many steps."""
     folder = bench.scratch / "outputs" / "killed"
     checkpoint = folder / "checkpoints" / f"step-{until // SAVE_EVERY * SAVE_EVERY:08d}"
     return bench.train(
@@ -185,7 +199,9 @@ def verify(bench: Bench) -> None:
 
 CASES = {
     "sum": summing,
-    "cold": cold,
+    "captions": partial(cached, stage="encode_captions", name="captions"),
+    "latents": partial(cached, stage="build_latent_cache", name="latents"),
+    "equal": equal,
     "small": small,
     "large": large,
     "lost": lost,
@@ -195,7 +211,7 @@ CASES = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("scratch", type=Path)
     parser.add_argument("--only", nargs="+", choices=list(CASES), default=list(CASES))
     parser.add_argument("--tiny", action="store_true")

@@ -52,7 +52,7 @@ def _sums(commands: dict[str, Command]) -> Iterator[str]:
 
 
 def _times(store: Path, kind: str) -> list[float]:
-    """When each entry of a store was written."""
+    """When each entry of a store was written, in order."""
     return sorted(path.stat().st_mtime for path in store.glob(f"{kind}/??/*.safetensors"))
 
 
@@ -70,9 +70,9 @@ def _caches(commands: dict[str, Command], stores: Path) -> Iterator[str]:
         rates = []
         for cards, name in ((1, "one"), (2, "two")):
             times = _times(stores / name, kind)
-            if len(times) < 2 or f"{name}-4" not in commands:
+            if len(times) < 2 or f"{kind}-{name}" not in commands:
                 continue
-            command = commands[f"{name}-4"]
+            command = commands[f"{kind}-{name}"]
             began, ended = command.at(f"{stage}: start"), command.at(f"{stage}: made")
             stage_seconds = f"{ended - began:.1f}" if began and ended else "-"
             rates.append((_rate(times, 0.0), _rate(times, MIDDLE)))

@@ -7,6 +7,7 @@ first writer wins); they only save work (design 4).
 
 import fcntl
 import os
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,8 @@ from lib.store import Store
 Item = TypeVar("Item")
 
 FOLDER = "claims"
+POLL_SECONDS = 0.02
+PATIENCE_SECONDS = 300.0  # no encode takes so long
 PLACE_DIGITS = (
     15  # of a key: 60 bits, since a file's places are 63; two keys at one place only wait
 )
@@ -41,7 +44,7 @@ class Claims(Generic[Item]):
         What another process is making is passed over, for `left`.
         """
         for item in items:
-            if not self._take(item, wait=False):
+            if not self._take(item):
                 self._others.append(item)
             elif not self._found(item):
                 yield item
@@ -52,7 +55,7 @@ class Claims(Generic[Item]):
         Hold no other claim meanwhile: two processes that wait for each other would wait for ever.
         """
         for item in self._others:
-            self._take(item, wait=True)
+            self._wait_for(item)
             if not self._found(item):
                 yield item
 
@@ -61,10 +64,16 @@ class Claims(Generic[Item]):
         with storing(self._store.root):
             fcntl.lockf(self._descriptor, fcntl.LOCK_UN, 1, self._place(item))
 
-    def _take(self, item: Item, *, wait: bool) -> bool:
-        how = fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB
+    def _wait_for(self, item: Item) -> None:
+        """Until the item is ours; without a claim, where another process seems to hang with it."""
+        end = time.monotonic() + PATIENCE_SECONDS
+        while not self._take(item) and time.monotonic() < end:
+            time.sleep(POLL_SECONDS)
+
+    def _take(self, item: Item) -> bool:
         with storing(self._store.root):
             try:
+                how = fcntl.LOCK_EX | fcntl.LOCK_NB
                 fcntl.lockf(self._descriptor, how, 1, self._place(item))
             except BlockingIOError:
                 return False

@@ -59,12 +59,12 @@ def in_batches(items: Iterable[Item], size: int) -> Iterator[list[Item]]:
 
 
 def caption_order(family: Family, texts: Iterable[str | None]) -> list[str | None]:
-    """Texts as they are best encoded: the unconditional record, then captions.
+    """Texts as they are best encoded: captions, then the unconditional record.
 
     Where a family masks, captions of a like length stand together: they pad each other least.
     """
     masked = family.FACTS.caption_rule["mask"] is not None
-    return sorted(texts, key=lambda text: (text is not None, len(text or "") if masked else 0))
+    return sorted(texts, key=lambda text: (text is None, len(text or "") if masked else 0))
 
 
 def picture_order(pictures: Iterable[Picture]) -> list[Picture]:
@@ -92,9 +92,9 @@ def caption_records(
         return family.encode_unconditional(encoders, max_length=max_length)
 
     for batch in in_batches(texts, batch_size):
+        yield from _encoded(encode, [text for text in batch if text is not None])
         if None in batch:
             yield from _encoded(lambda _: [encode_unconditional()], [None])
-        yield from _encoded(encode, [text for text in batch if text is not None])
 
 
 def picture_records(

@@ -57,25 +57,38 @@ class Team:
             raise Followed(heard["refused"])
         return heard["made"]
 
-    def add(self, tensors: Sequence[Any]) -> None:
-        """Make each tensor the sum over all processes, in place and in one message."""
+    def summed(self, tensors: Sequence[Any]) -> list[Any]:
+        """The sums over all processes, in one message; a GPU may still be at them (`settle`)."""
         import torch
         import torch.distributed as dist
 
         if self.size == 1:
-            return
+            return list(tensors)
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-        self._wait(dist.all_reduce(flat, async_op=True))
-        places = [0]
-        for tensor in tensors:
-            places.append(places[-1] + tensor.numel())
-            tensor.copy_(flat[places[-2] : places[-1]].view_as(tensor))
+        work: Any = dist.all_reduce(flat, async_op=True)
+        if flat.is_cuda:
+            work.wait()  # the GPU does; we go on and hand it what comes after
+        else:
+            self._wait(work)
+        parts = flat.split([tensor.numel() for tensor in tensors])
+        return [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]
+
+    def settle(self, device: Any) -> None:
+        """Wait for a GPU as `_wait` does: reading from it would, too, but hear no signal."""
+        import torch
+
+        if self.size == 1 or device.type != "cuda":
+            return
+        done = torch.cuda.Event()
+        done.record()
+        while not done.query():
+            time.sleep(POLL_SECONDS)
 
     def meet(self) -> None:
         """Go on when every process is here."""
         import torch
 
-        self.add([torch.zeros(1)])
+        self.summed([torch.zeros(1)])
 
     def _broadcast(self, text: str) -> str:
         import torch
@@ -138,7 +151,14 @@ def gathered(team: Team) -> Iterator[None]:
     if on_gpu:
         torch.cuda.set_device(local_rank())
     dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=PATIENCE)
+    failed = True
     try:
         yield
+        failed = False
     finally:
-        dist.destroy_process_group()
+        if failed and on_gpu:
+            # To destroy it would be to wait for a sum in which a process that is gone has no part.
+            everyone: Any = dist.group.WORLD
+            everyone._get_backend(torch.device("cuda")).abort()
+        else:
+            dist.destroy_process_group()

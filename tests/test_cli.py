@@ -80,7 +80,7 @@ REFUSED = {
     ),
     "an option without effect": ([TINY, "latents.crop_seed=3"], ["latents.crop_seed=3", "effect"]),
     "a step that the family cannot use": ([TINY, "buckets.step=8"], ["buckets.step=8", "16"]),
-    "too many tokens": ([TINY, "captions.max_length=4000"], ["at most 512"]),
+    "too many tokens": ([TINY, "captions.max_length=4000"], ["1 to 512"]),
 }
 
 

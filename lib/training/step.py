@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -57,13 +57,14 @@ class Trainer:
             share = self._loss(batch.to(self.device), float(group.num_samples))
             share.backward()
             loss += share.detach()
-        self._share_gradients(loss)
+        loss = self._share_gradients(loss)
         norm = self._clip()
         finite = torch.isfinite(loss) & torch.isfinite(norm)
         # The fused kernel reads found_inf on the device: no weight moves on a non-finite step.
         self.optimizer.found_inf = (~finite).float()  # type: ignore[attr-defined]
         self.optimizer.grad_scale = None  # type: ignore[attr-defined]
         self.optimizer.step()
+        self.team.settle(self.device)
         result = StepResult(loss=float(loss), grad_norm=float(norm), finite=bool(finite))
         if result.finite and self.ema:
             ema.update(self.ema, self.parameters, number=group.step + 1, decay=self.ema_decay)
@@ -84,20 +85,28 @@ class Trainer:
         losses = per_sample_loss(self.predict(batch), batch.target) * batch.loss_weights
         return group_loss(losses, batch.weights, total_weight=total_weight)
 
-    def _share_gradients(self, loss: torch.Tensor) -> None:
+    def _share_gradients(self, loss: torch.Tensor) -> torch.Tensor:
         """Sums over all processes, of gradients and loss: each has a part of the group's mean."""
         if self.team.size == 1:
-            return
+            return loss
         parameters = list(self.parameters.values())
-        learning = torch.tensor([float(p.grad is not None) for p in parameters], device=self.device)
+        if not self._learning:
+            self._learning = self._learning_anywhere(parameters)
         for parameter in parameters:
             if parameter.grad is None:  # this process had no part in the group
                 parameter.grad = torch.zeros_like(parameter)
-        self.team.add([*(parameter.grad for parameter in parameters), loss, learning])
+        *gradients, loss = self.team.summed([*(p.grad for p in parameters), loss])
         # What never has a gradient must have none, not zeros: it would still decay.
-        self._learning = self._learning or tuple(map(bool, learning.tolist()))
-        for parameter, learns in zip(parameters, self._learning, strict=True):
-            parameter.grad = parameter.grad if learns else None
+        for parameter, gradient, learns in zip(parameters, gradients, self._learning, strict=True):
+            parameter.grad = gradient if learns else None
+        return loss
+
+    def _learning_anywhere(self, parameters: Sequence[torch.nn.Parameter]) -> tuple[bool, ...]:
+        """Which parameters have a gradient in any process; asked once, since it waits."""
+        here = torch.tensor([float(p.grad is not None) for p in parameters], device=self.device)
+        (anywhere,) = self.team.summed([here])
+        self.team.settle(self.device)
+        return tuple(map(bool, anywhere.tolist()))
 
     def _clip(self) -> shapes.Scalar:
         """The norm before clipping; `max_grad_norm` 0 only measures."""

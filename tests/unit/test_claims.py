@@ -119,3 +119,13 @@ def test_what_another_process_made_meanwhile_is_not_made_again(store, child, tmp
             claimed.free(item)
         assert list(claimed.left()) == []
         assert claimed.found >= 1
+
+
+def test_a_process_that_hangs_with_a_claim_is_not_waited_for_for_ever(store, holding, monkeypatch):
+    from lib import claims as module
+
+    monkeypatch.setattr(module, "PATIENCE_SECONDS", 0.2)
+    with claims(store, "latents", KEYS) as claimed:
+        for item in claimed.mine(KEYS):
+            claimed.free(item)
+        assert list(claimed.left()) == [0, 1, 2]

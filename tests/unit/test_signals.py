@@ -10,6 +10,14 @@ import pytest
 from lib.signals import insisting
 
 
+@pytest.fixture(autouse=True)
+def interruptible():
+    """As in a terminal: what a shell starts in the background ignores Control-C."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def test_an_interruption_that_was_swallowed_comes_back():
     with insisting() as check:
         check()
