@@ -53,6 +53,8 @@ FACTS = Facts(
     diffusers="0.30",
 )
 
+FULL_DEPTH = (19, 38)  # blocks of both kinds; a shallower base is nobody's distillation
+
 TINY: Mapping[str, Any] = {
     "version": 1,
     "seed": 0,
@@ -178,11 +180,18 @@ def caption_shapes(
 
 
 def distillation(base: Base) -> str | None:
-    """-schnell: no guidance is embedded, and the schedule is not shifted by resolution."""
+    """-schnell: of full depth, no guidance embedded, the schedule not shifted at all."""
     scheduler = base.component("scheduler").config
-    if _embeds_guidance(base) or scheduler.get("use_dynamic_shifting", False):
+    shifted = scheduler.get("use_dynamic_shifting", False) or scheduler.get("shift", 1.0) != 1.0
+    if shifted or _embeds_guidance(base) or _depth(base) != FULL_DEPTH:
         return None
-    return "its schedule is -schnell's" if scheduler.get("shift", 1.0) == 1.0 else None
+    return "its schedule is -schnell's"
+
+
+def _depth(base: Base) -> tuple[int, int]:
+    config = base.component("transformer").config
+    names = ("num_layers", "num_single_layers")
+    return tuple(config.get(name, full) for name, full in zip(names, FULL_DEPTH, strict=True))
 
 
 def _embeds_guidance(base: Base) -> bool:

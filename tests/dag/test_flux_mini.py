@@ -152,3 +152,10 @@ def test_a_fault_shows_in_the_held_out_loss(fault, after, root, request):
     overrides = request.getfixturevalue(fault)
     found = held_out(train(root, *overrides, "rerun=true"), step=15)
     assert between(after, found).low > 0
+
+
+def test_the_demo_s_settings_and_base_have_no_problem():
+    from lib.pipeline import graph
+    from stages.composing import compose
+
+    assert list(graph.problems(compose(["+experiment=flat_style"]), online=True)) == []
