@@ -2,6 +2,7 @@
 
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +14,7 @@ from lib.team import this_process
 from stages.summary import Summary
 
 INTERRUPTED = 130
+HEARING_SECONDS = 5.0
 SHARING = ("train", "encode_captions", "build_latent_cache", "prepare_dataset")
 
 # The libraries' notices are not ours to give; a user who wants them sets the level.
@@ -44,7 +46,9 @@ def guarded(action: Callable[[], int]) -> int:
         return action()
     except DarkroomError as error:
         if error.of_all and not this_process().leads:
-            return error.exit_code  # the first process says it for all
+            # The first process says it for all; torchrun would end it when this one ends.
+            time.sleep(HEARING_SECONDS)
+            return error.exit_code
         title = "refused" if isinstance(error, InputRefused) else "stopped"
         count = len(error.problems)
         print(f"{title}: {count} problem{'s' if count != 1 else ''}", file=sys.stderr)

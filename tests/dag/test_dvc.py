@@ -181,7 +181,7 @@ EDITS = {
         ["compose", "prepare_dataset", "build_latent_cache", *RESULTS],
     ),
     "the default of a group": (
-        edit("conf/config.yaml", "timesteps: logit_normal", "timesteps: uniform"),
+        edit("conf/config.yaml", "timesteps: preset", "timesteps: uniform"),
         ["compose", *RESULTS],
     ),
     "an option that is not chosen, a comment, a lever": (
