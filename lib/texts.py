@@ -1,10 +1,19 @@
-"""Text states of several lengths as one tensor."""
+"""What Qwen's encoders are asked, and text states of several lengths as one tensor."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from lib import shapes
+
+INSTRUCTION = (
+    "Describe the image by detailing the color, shape, size, texture, quantity, text, "
+    "spatial relationships of the objects and background:"
+)
+# What stands before and after a caption of Qwen-Image and of Krea 2.
+PREFIX = f"<|im_start|>system\n{INSTRUCTION}<|im_end|>\n<|im_start|>user\n"
+SUFFIX = "<|im_end|>\n<|im_start|>assistant\n"
+PREFIX_TOKENS, SUFFIX_TOKENS = 34, 5
 
 
 def padded(texts: Sequence[shapes.AnyTensor]) -> tuple[shapes.AnyTensor, tuple[int, ...]]:
@@ -19,3 +28,14 @@ def mask_of(lengths: Sequence[int], *, longest: int) -> shapes.AnyTensor:
     import torch
 
     return torch.arange(longest)[None] < torch.tensor(lengths)[:, None]
+
+
+def masked(
+    texts: Sequence[shapes.AnyTensor],
+) -> tuple[dict[str, shapes.AnyTensor], tuple[int, ...]]:
+    """`text_embeds` and lengths as `padded`; a `text_mask` only where something is padded."""
+    text, lengths = padded(texts)
+    tensors = {"text_embeds": text}
+    if min(lengths) < max(lengths):
+        tensors["text_mask"] = mask_of(lengths, longest=max(lengths))
+    return tensors, lengths

@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
+from lib import texts
+
 CORPUS = (
     "a photo of a dog on the grass",
     "a red circle on a blue background",
@@ -77,10 +79,35 @@ def t5_encoder(tokenizer: Any, config: Mapping[str, Any]) -> Any:
     return T5EncoderModel(T5Config(vocab_size=len(tokenizer), **config))
 
 
-INSTRUCTION = (  # the words of the Qwen families' own template, so that each is one token
-    "Describe the image by detailing the color, shape, size, texture, quantity, text, "
-    "spatial relationships of the objects and background:"
-)
+AUTOENCODER_KL: Mapping[str, Any] = {  # what the families' recipes share
+    "in_channels": 3,
+    "out_channels": 3,
+    "down_block_types": ["DownEncoderBlock2D"] * 4,
+    "up_block_types": ["UpDecoderBlock2D"] * 4,
+    "block_out_channels": [8, 8, 16, 16],
+    "layers_per_block": 1,
+    "norm_num_groups": 8,
+    "sample_size": 64,
+    "mid_block_add_attention": False,
+}
+AUTOENCODER_16: Mapping[str, Any] = {  # of FLUX.1, which Z-Image has too
+    **AUTOENCODER_KL,
+    "latent_channels": 16,
+    "scaling_factor": 0.3611,
+    "shift_factor": 0.1159,
+    "use_quant_conv": False,
+    "use_post_quant_conv": False,
+    "force_upcast": False,
+}
+AUTOENCODER_VIDEO: Mapping[str, Any] = {  # Qwen-Image's and Krea 2's: they share latent entries
+    "base_dim": 8,
+    "z_dim": 16,
+    "dim_mult": [1, 1, 2, 2],
+    "num_res_blocks": 1,
+    "temperal_downsample": [False, True, True],
+    "latents_mean": [channel / 8 - 1 for channel in range(16)],
+    "latents_std": [channel / 8 + 1 for channel in range(16)],
+}
 SPECIAL = (
     "<|endoftext|>",
     "<|im_start|>",
@@ -107,7 +134,7 @@ def qwen_tokenizer() -> Any:
     from tokenizers import pre_tokenizers
     from transformers import Qwen2Tokenizer
 
-    known = ["system", "user", "assistant", *re.findall("[A-Za-z]+", INSTRUCTION), *_words()]
+    known = ["system", "user", "assistant", *re.findall("[A-Za-z]+", texts.INSTRUCTION), *_words()]
     merges: dict[tuple[str, str], int] = {}
     for word in dict.fromkeys(form for one in known for form in (one, f"\u0120{one}")):
         pieces = _merged(list(word), merges)

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lib import autoencoders, shapes, tiny
+from lib import autoencoders, packing, shapes, tiny
 from lib import guidance as guidance_rules
 from lib.components import load_encoder, load_model
 from lib.family import Conditioning, Facts, Frame, Record, Schedule
@@ -59,23 +59,7 @@ TINY: Mapping[str, Any] = {
     "version": 1,
     "seed": 0,
     "scheduler": {"shift": 3.0, "use_dynamic_shifting": True},
-    "vae": {
-        "in_channels": 3,
-        "out_channels": 3,
-        "down_block_types": ["DownEncoderBlock2D"] * 4,
-        "up_block_types": ["UpDecoderBlock2D"] * 4,
-        "block_out_channels": [8, 8, 16, 16],
-        "layers_per_block": 1,
-        "latent_channels": 16,
-        "norm_num_groups": 8,
-        "sample_size": 64,
-        "scaling_factor": 0.3611,
-        "shift_factor": 0.1159,
-        "use_quant_conv": False,
-        "use_post_quant_conv": False,
-        "force_upcast": False,
-        "mid_block_add_attention": False,
-    },
+    "vae": tiny.AUTOENCODER_16,
     "text_encoder": {
         "hidden_size": 32,
         "intermediate_size": 37,
@@ -222,7 +206,6 @@ def predict(
 ) -> shapes.Prediction:
     """The velocity noise - latents; the denoiser is fed sigma itself."""
     import torch
-    from einops import rearrange
 
     batch, _, height, width = noisy.shape
     dtype, device = denoiser.x_embedder.weight.dtype, noisy.device
@@ -231,7 +214,7 @@ def predict(
     # Times 1000 and back as the pipeline does: the last bit of some sigmas depends on it.
     time = level * 1000 / 1000
     prediction = denoiser(
-        hidden_states=rearrange(noisy, "b c (h p) (w q) -> b (h w) (c p q)", p=2, q=2).to(dtype),
+        hidden_states=packing.packed(noisy).to(dtype),
         timestep=time,
         guidance=scale if denoiser.config.guidance_embeds else None,
         pooled_projections=conditioning["pooled_embeds"].to(dtype),
@@ -240,8 +223,7 @@ def predict(
         img_ids=_image_ids(height // 2, width // 2, dtype=dtype, device=device),
         return_dict=False,
     )[0]
-    shape = {"h": height // 2, "w": width // 2, "p": 2, "q": 2}
-    return rearrange(prediction, "b (h w) (c p q) -> b c (h p) (w q)", **shape)
+    return packing.unpacked(prediction, height=height, width=width)
 
 
 def _image_ids(height: int, width: int, *, dtype: torch.dtype, device: Any) -> Any:
@@ -256,8 +238,8 @@ def _image_ids(height: int, width: int, *, dtype: torch.dtype, device: Any) -> A
 
 def sampling_schedule(steps: int, *, latent_size: tuple[int, int], base: Base) -> Schedule:
     scheduler = base.component("scheduler").config
-    tokens = (latent_size[0] // 2) * (latent_size[1] // 2)
-    return flow_schedule(steps, scheduler=scheduler, mu=mu_of_tokens(tokens, scheduler=scheduler))
+    mu = mu_of_tokens(packing.num_tokens(latent_size), scheduler=scheduler)
+    return flow_schedule(steps, scheduler=scheduler, mu=mu)
 
 
 def guides(scale: float, *, base: Base) -> bool:

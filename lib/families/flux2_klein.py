@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lib import autoencoders, shapes, tiny
+from lib import autoencoders, packing, shapes, tiny
 from lib import guidance as guidance_rules
 from lib.components import load_encoder, load_model
 from lib.family import Conditioning, Facts, Frame, Record, Schedule
@@ -59,19 +59,7 @@ TINY: Mapping[str, Any] = {
     "seed": 0,
     "pipeline": {"is_distilled": False},
     "scheduler": {"use_dynamic_shifting": True, "time_shift_type": "exponential"},
-    "vae": {
-        "in_channels": 3,
-        "out_channels": 3,
-        "down_block_types": ["DownEncoderBlock2D"] * 4,
-        "up_block_types": ["UpDecoderBlock2D"] * 4,
-        "block_out_channels": [8, 8, 16, 16],
-        "layers_per_block": 1,
-        "latent_channels": 8,
-        "norm_num_groups": 8,
-        "sample_size": 64,
-        "mid_block_add_attention": False,
-        "batch_norm_eps": 1e-4,
-    },
+    "vae": {**tiny.AUTOENCODER_KL, "latent_channels": 8, "batch_norm_eps": 1e-4},
     "text_encoder": {
         "hidden_size": 16,
         "intermediate_size": 24,
@@ -252,9 +240,8 @@ def _ids(height: int, width: int, length: int, *, batch: int, device: Any) -> An
 
 
 def sampling_schedule(steps: int, *, latent_size: tuple[int, int], base: Base) -> Schedule:
-    tokens = (latent_size[0] // 2) * (latent_size[1] // 2)
     scheduler = base.component("scheduler").config
-    return flow_schedule(steps, scheduler=scheduler, mu=_mu(tokens, steps))
+    return flow_schedule(steps, scheduler=scheduler, mu=_mu(packing.num_tokens(latent_size), steps))
 
 
 def _mu(tokens: int, steps: int) -> float:

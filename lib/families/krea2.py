@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lib import autoencoders, guidance, schedules, shapes, texts, tiny
+from lib import autoencoders, guidance, packing, schedules, shapes, texts, tiny
 from lib.components import load_encoder, load_model
 from lib.errors import InputRefused, Problem
 from lib.family import Conditioning, Facts, Frame, Record, Schedule
@@ -22,13 +22,9 @@ if TYPE_CHECKING:
 
     from lib.hub import Base
 
-PREFIX = (
-    "<|im_start|>system\nDescribe the image by detailing the color, shape, size, texture, "
-    "quantity, text, spatial relationships of the objects and background:<|im_end|>\n"
-    "<|im_start|>user\n"
-)
-SUFFIX = "<|im_end|>\n<|im_start|>assistant\n"
-PREFIX_TOKENS, SUFFIX_TOKENS = 34, 5  # the prefix's states are dropped, the suffix's are kept
+PREFIX, SUFFIX = texts.PREFIX, texts.SUFFIX
+# The prefix's states are dropped, the suffix's are kept.
+PREFIX_TOKENS, SUFFIX_TOKENS = texts.PREFIX_TOKENS, texts.SUFFIX_TOKENS
 TAPS = (2, 5, 8, 11, 14, 17, 20, 23, 26, 29, 32, 35)  # where the base names no layers
 DISTILLED_MU = 1.15
 
@@ -77,15 +73,7 @@ TINY: Mapping[str, Any] = {
         "base_image_seq_len": 256,
         "max_image_seq_len": 6400,
     },
-    "vae": {
-        "base_dim": 8,
-        "z_dim": 16,
-        "dim_mult": [1, 1, 2, 2],
-        "num_res_blocks": 1,
-        "temperal_downsample": [False, True, True],
-        "latents_mean": [channel / 8 - 1 for channel in range(16)],
-        "latents_std": [channel / 8 + 1 for channel in range(16)],
-    },
+    "vae": tiny.AUTOENCODER_VIDEO,
     "text_encoder": {
         "text_config": {
             "hidden_size": 32,
@@ -244,11 +232,7 @@ def load_denoiser(base: Base, *, dtype: torch.dtype, device: Any) -> Any:
 
 def conditioning(records: Sequence[Record], frames: Sequence[Frame]) -> Conditioning:
     """Texts padded to the longest; a mask only where something is padded."""
-    text, lengths = texts.padded([record["text_embeds"] for record in records])
-    tensors = {"text_embeds": text}
-    if min(lengths) < max(lengths):
-        tensors["text_mask"] = texts.mask_of(lengths, longest=max(lengths))
-    return Conditioning(tensors, lengths)
+    return Conditioning(*texts.masked([record["text_embeds"] for record in records]))
 
 
 def predict(
@@ -260,22 +244,19 @@ def predict(
     guidance: float,
 ) -> shapes.Prediction:
     """The velocity noise - latents; the denoiser is fed sigma itself, and no guidance."""
-    from einops import rearrange
-
-    rows, columns = noisy.shape[2] // 2, noisy.shape[3] // 2
+    height, width = noisy.shape[2:]
     dtype = denoiser.img_in.bias.dtype  # of a quantised base too: biases are not quantised
     text = conditioning["text_embeds"].to(dtype)
     prediction = denoiser(
-        hidden_states=rearrange(noisy, "b c (h p) (w q) -> b (h w) (c p q)", p=2, q=2).to(dtype),
+        hidden_states=packing.packed(noisy).to(dtype),
         encoder_hidden_states=text,
         # Times 1000 and back as the pipeline does: the last bit of some sigmas depends on it.
         timestep=level * 1000 / 1000,
-        position_ids=_positions(text.shape[1], rows, columns, device=noisy.device),
+        position_ids=_positions(text.shape[1], height // 2, width // 2, device=noisy.device),
         encoder_attention_mask=conditioning.get("text_mask"),
         return_dict=False,
     )[0]
-    shape = {"h": rows, "w": columns, "p": 2, "q": 2}
-    return rearrange(prediction, "b (h w) (c p q) -> b c (h p) (w q)", **shape)
+    return packing.unpacked(prediction, height=height, width=width)
 
 
 def _positions(text: int, rows: int, columns: int, *, device: Any) -> Any:
@@ -291,7 +272,7 @@ def _positions(text: int, rows: int, columns: int, *, device: Any) -> Any:
 def sampling_schedule(steps: int, *, latent_size: tuple[int, int], base: Base) -> Schedule:
     """Shifted by the number of image tokens; a distilled base by a fixed amount."""
     scheduler = base.component("scheduler").config
-    tokens = (latent_size[0] // 2) * (latent_size[1] // 2)
+    tokens = packing.num_tokens(latent_size)
     mu = schedules.mu_of_tokens(tokens, scheduler=scheduler, most=6400)
     distilled = base.settings.get("is_distilled")
     return schedules.flow_schedule(steps, scheduler=scheduler, mu=DISTILLED_MU if distilled else mu)

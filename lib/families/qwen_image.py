@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lib import autoencoders, guidance, schedules, shapes, texts, tiny
+from lib import autoencoders, guidance, packing, schedules, shapes, texts, tiny
 from lib.components import load_encoder, load_model
 from lib.family import Conditioning, Facts, Frame, Record, Schedule
 from lib.noise import Flow
@@ -21,12 +21,8 @@ if TYPE_CHECKING:
 
     from lib.hub import Base
 
-TEMPLATE = (
-    "<|im_start|>system\nDescribe the image by detailing the color, shape, size, texture, "
-    "quantity, text, spatial relationships of the objects and background:<|im_end|>\n"
-    "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
-)
-TEMPLATE_TOKENS = 34  # before the caption; their states are dropped
+TEMPLATE = texts.PREFIX + "{}" + texts.SUFFIX
+TEMPLATE_TOKENS = texts.PREFIX_TOKENS  # before the caption; their states are dropped
 MOST_TOKENS = 1024  # the pipeline encodes up to so many and cuts to its length afterwards
 
 FACTS = Facts(
@@ -68,15 +64,7 @@ TINY: Mapping[str, Any] = {
         "max_image_seq_len": 8192,
         "shift_terminal": 0.02,
     },
-    "vae": {
-        "base_dim": 8,
-        "z_dim": 16,
-        "dim_mult": [1, 1, 2, 2],
-        "num_res_blocks": 1,
-        "temperal_downsample": [False, True, True],
-        "latents_mean": [channel / 8 - 1 for channel in range(16)],
-        "latents_std": [channel / 8 + 1 for channel in range(16)],
-    },
+    "vae": tiny.AUTOENCODER_VIDEO,
     "text_encoder": {
         "text_config": {
             "hidden_size": 32,
@@ -189,11 +177,7 @@ def load_denoiser(base: Base, *, dtype: torch.dtype, device: Any) -> Any:
 
 def conditioning(records: Sequence[Record], frames: Sequence[Frame]) -> Conditioning:
     """Texts padded to the longest; a mask only where something is padded, as in the pipeline."""
-    text, lengths = texts.padded([record["text_embeds"] for record in records])
-    tensors = {"text_embeds": text}
-    if min(lengths) < max(lengths):
-        tensors["text_mask"] = texts.mask_of(lengths, longest=max(lengths))
-    return Conditioning(tensors, lengths)
+    return Conditioning(*texts.masked([record["text_embeds"] for record in records]))
 
 
 def predict(
@@ -208,7 +192,7 @@ def predict(
     batch, _, height, width = noisy.shape
     dtype = denoiser.img_in.bias.dtype  # of a quantised base too: biases are not quantised
     prediction = denoiser(
-        hidden_states=_packed(noisy).to(dtype),
+        hidden_states=packing.packed(noisy).to(dtype),
         # Times 1000 and back as the pipeline does: the last bit of some sigmas depends on it.
         timestep=level * 1000 / 1000,
         guidance=None,
@@ -217,7 +201,7 @@ def predict(
         img_shapes=[[(1, height // 2, width // 2)]] * batch,
         return_dict=False,
     )[0]
-    return _unpacked(prediction, height // 2, width // 2)
+    return packing.unpacked(prediction, height=height, width=width)
 
 
 def sampling_schedule(steps: int, *, latent_size: tuple[int, int], base: Base) -> Schedule:
@@ -225,7 +209,7 @@ def sampling_schedule(steps: int, *, latent_size: tuple[int, int], base: Base) -
     if steps == 1:  # where the stretch is 0 / 0, and the pipeline draws no number
         return Schedule((1.0,), levels=(1.0,))
     scheduler = base.component("scheduler").config
-    tokens = (latent_size[0] // 2) * (latent_size[1] // 2)
+    tokens = packing.num_tokens(latent_size)
     mu = schedules.mu_of_tokens(tokens, scheduler=scheduler)
     return schedules.flow_schedule(steps, scheduler=scheduler, mu=mu)
 
@@ -238,24 +222,11 @@ def guide(
     conditional: shapes.Prediction, unconditional: shapes.Prediction, *, scale: float
 ) -> shapes.Prediction:
     """u + s (c - u), each image token scaled to the length that it has in c."""
-    combined = _packed(guidance.classifier_free(conditional, unconditional, scale=scale))
-    length = _packed(conditional.float()).norm(dim=-1, keepdim=True)
+    combined = packing.packed(guidance.classifier_free(conditional, unconditional, scale=scale))
+    length = packing.packed(conditional.float()).norm(dim=-1, keepdim=True)
     scaled = combined * (length / combined.norm(dim=-1, keepdim=True))
-    return _unpacked(scaled, conditional.shape[2] // 2, conditional.shape[3] // 2)
-
-
-def _packed(latents: Any) -> Any:
-    """Squares of 2x2 as tokens, features in the order channel, row, column."""
-    from einops import rearrange
-
-    return rearrange(latents, "b c (h p) (w q) -> b (h w) (c p q)", p=2, q=2)
-
-
-def _unpacked(tokens: Any, rows: int, columns: int) -> Any:
-    from einops import rearrange
-
-    shape = {"h": rows, "w": columns, "p": 2, "q": 2}
-    return rearrange(tokens, "b (h w) (c p q) -> b c (h p) (w q)", **shape)
+    height, width = conditional.shape[2:]
+    return packing.unpacked(scaled, height=height, width=width)
 
 
 def build_tiny(folder: Path) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lib import autoencoders, shapes, texts, tiny
+from lib import autoencoders, packing, shapes, texts, tiny
 from lib import guidance as guidance_rules
 from lib.components import load_encoder, load_model
 from lib.errors import InputRefused, Problem
@@ -61,23 +61,7 @@ TINY: Mapping[str, Any] = {
     "version": 1,
     "seed": 0,
     "scheduler": {"shift": 6.0, "use_dynamic_shifting": False},
-    "vae": {
-        "in_channels": 3,
-        "out_channels": 3,
-        "down_block_types": ["DownEncoderBlock2D"] * 4,
-        "up_block_types": ["UpDecoderBlock2D"] * 4,
-        "block_out_channels": [8, 8, 16, 16],
-        "layers_per_block": 1,
-        "latent_channels": 16,
-        "norm_num_groups": 8,
-        "sample_size": 64,
-        "scaling_factor": 0.3611,
-        "shift_factor": 0.1159,
-        "use_quant_conv": False,
-        "use_post_quant_conv": False,
-        "force_upcast": False,
-        "mid_block_add_attention": False,
-    },
+    "vae": tiny.AUTOENCODER_16,
     "text_encoder": {
         "hidden_size": 32,
         "intermediate_size": 64,
@@ -226,11 +210,10 @@ def sampling_schedule(steps: int, *, latent_size: tuple[int, int], base: Base) -
     import torch
 
     scheduler = base.component("scheduler").config
-    tokens = (latent_size[0] // 2) * (latent_size[1] // 2)
     return flow_schedule(
         steps,
         scheduler=scheduler,
-        mu=mu_of_tokens(tokens, scheduler=scheduler),
+        mu=mu_of_tokens(packing.num_tokens(latent_size), scheduler=scheduler),
         spaced=torch.linspace(1.0, 1 / steps, steps).tolist(),
     )
 

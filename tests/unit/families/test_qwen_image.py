@@ -275,7 +275,7 @@ MUTATIONS = {
     ),
     "squares are read column first": (
         check_predict,
-        reference.alters(family, "_packed", lambda pack, x: pack(x.mT).clone()),
+        reference.alters(family.packing, "packed", lambda pack, x: pack(x.mT).clone()),
     ),
     "latents are not normalised": (
         check_latents,
