@@ -84,11 +84,16 @@ def recorded(module):
         handle.remove()
 
 
-def sampled(family, base, denoiser, noise, *, records, steps, guidance, other=None, frames=()):
-    """Latents that our own sampler ends with; `other` is the unconditional record."""
+def sampled(
+    family, base, denoiser, noise, *, records, steps, guidance, other=None, frames=(), size=None
+):
+    """Latents that our own sampler ends with; `other` is the unconditional record.
+
+    `size` is that of raw latents, where the noise has another.
+    """
     both = family.guides(guidance, base=base)
     others = family.conditioning([other] * len(records), frames) if both else None
-    size = (noise.shape[2], noise.shape[3])
+    size = size or (noise.shape[2], noise.shape[3])
     return euler(
         family,
         denoiser,
@@ -99,6 +104,50 @@ def sampled(family, base, denoiser, noise, *, records, steps, guidance, other=No
         process=process_of(family, base),
         unconditional=others,
     )
+
+
+def encoder(family, *, length):
+    """`encode(base, captions)`: their records, of this length at most."""
+
+    def encode(base, captions):
+        return family.encode_captions(encoders_of(family, base), captions, max_length=length)
+
+    return encode
+
+
+def predictor(family, *, noise):
+    """`predicted(denoiser, records, level, noise)`, of a batch of two unless told otherwise."""
+
+    def predicted(denoiser, records, level=(0.3, 0.517), noise=noise):
+        return family.predict(
+            denoiser,
+            noise,
+            torch.tensor(level),
+            conditioning=family.conditioning(records, ()),
+            guidance=1.0,
+        )
+
+    return predicted
+
+
+def sampler(family, *, noise, steps, scale, length, size=None):
+    """`our_latents(base, denoiser, scale)`: what our sampler ends with, of PROMPTS."""
+
+    def our_latents(base, denoiser, scale=scale):
+        encoders = encoders_of(family, base)
+        return sampled(
+            family,
+            base,
+            denoiser,
+            noise,
+            records=family.encode_captions(encoders, PROMPTS, max_length=length),
+            other=family.encode_unconditional(encoders, max_length=length),
+            steps=steps,
+            guidance=scale,
+            size=size,
+        )
+
+    return our_latents
 
 
 def loss_of(family, base, denoiser, *, latents, noise, level, conditioning, guidance=1.0):
@@ -163,6 +212,14 @@ def gradients(parameters, loss):
     return torch.cat([gradient.flatten() for gradient in found])
 
 
+def assert_same_training(family, base, denoiser, injected, expected, **batch):
+    """Our loss over a batch, and its gradients, are those of a recipe written out: to 1e-6."""
+    ours = loss_of(family, base, denoiser, **batch)
+    assert relative(ours.detach(), expected.detach()) < 1e-6
+    theirs = gradients(injected.parameters, expected)
+    assert relative(gradients(injected.parameters, ours), theirs) < 1e-6
+
+
 class Altered:
     """A denoiser whose named arguments are altered before each call."""
 
@@ -195,3 +252,14 @@ def alters(family, name, change):
 def replaces(family, name, value):
     """A mutation: something of the family's is another."""
     return lambda patch: patch.setattr(family, name, value)
+
+
+def argument_mutations(family):
+    """`call(name=change)`: a mutation of what the denoiser is given under these names."""
+
+    def call(**changes):
+        return alters_call(
+            family, lambda named: {**named, **{n: f(named[n]) for n, f in changes.items()}}
+        )
+
+    return call

@@ -12,25 +12,15 @@ from safetensors.torch import load_file, save_file
 from lib import adapter
 from lib.families import flux
 from lib.family import Conditioning
-from lib.hub import Base
-from lib.memory import Memory
-from lib.noise import Flow
 from lib.random import normal
-from lib.sampling import euler
 from lib.schema import AdapterConfig, Config, ExportConfig
 from tests.unit.families import reference
 
 HEIGHT, WIDTH, LENGTH, STEPS, GUIDANCE = 64, 96, 48, 3, 3.5
 LATENT = (HEIGHT // 8, WIDTH // 8)
+encoded = reference.encoder(flux, length=LENGTH)
+call = reference.argument_mutations(flux)
 TARGETS = ["to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "proj_mlp"]
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("base")
-    flux.build_tiny(folder / "tiny")
-    root = folder / "tiny"
-    return Base(str(root), root=root, name=f"file:{root}", memory=Memory(folder / "store"))
 
 
 @pytest.fixture
@@ -64,17 +54,9 @@ def pipeline_latents(pipe, prompts: list[str]) -> torch.Tensor:
 
 
 def our_latents(base, denoiser, prompts: list[str]) -> torch.Tensor:
-    encoders = flux.load_text_encoders(base, dtype=torch.float32, device="cpu")
-    records = [r for p in prompts for r in flux.encode_captions(encoders, [p], max_length=LENGTH)]
-    return euler(
-        flux,
-        denoiser,
-        noise(),
-        conditioning=flux.conditioning(records, ()),
-        schedule=flux.sampling_schedule(STEPS, latent_size=LATENT, base=base),
-        process=Flow(),
-        guidance=GUIDANCE,
-    )
+    records = [record for prompt in prompts for record in encoded(base, [prompt])]
+    settings = {"records": records, "steps": STEPS, "guidance": GUIDANCE}
+    return reference.sampled(flux, base, denoiser, noise(), **settings)
 
 
 PROMPTS = ["a red circle", "a watercolor painting of a cat with a hat"]
@@ -241,11 +223,6 @@ def test_a_prediction_does_not_depend_on_its_batch_mates(base):
 # Checks written as functions, so that each can be seen red under a mutation.
 
 
-def encoded(base, captions):
-    encoders = reference.encoders_of(flux, base)
-    return flux.encode_captions(encoders, captions, max_length=LENGTH)
-
-
 def check_captions(base, pipe):
     for caption in reference.CAPTIONS.values():
         with torch.no_grad():
@@ -310,28 +287,20 @@ def check_loss(base, pipe):
     )[0]
     unpacked = pipe._unpack_latents(output, HEIGHT, WIDTH, 8)
     expected = ((unpacked - (noised - latents)) ** 2).mean()
-    ours = reference.loss_of(
+    reference.assert_same_training(
         flux,
         base,
         denoiser,
+        injected,
+        expected,
         latents=latents,
         noise=noised,
         level=level,
         conditioning=flux.conditioning(encoded(base, PROMPTS), ()),
     )
-    assert relative(ours.detach(), expected.detach()) < 1e-6
-    theirs = reference.gradients(injected.parameters, expected)
-    assert relative(reference.gradients(injected.parameters, ours), theirs) < 1e-6
 
 
 CHECKS = (check_captions, check_predict, check_latents, check_loss)
-
-
-def call(**changes):
-    """A mutation of what the denoiser is given."""
-    return reference.alters_call(
-        flux, lambda named: {**named, **{n: change(named[n]) for n, change in changes.items()}}
-    )
 
 
 def _zeroed_pads(conditioning, records, frames):

@@ -1,6 +1,5 @@
 """FLUX.2 klein against diffusers' own pipeline, unmodified, over the same tiny weights."""
 
-import dataclasses
 import json
 import shutil
 
@@ -18,31 +17,12 @@ from tests.unit.families.reference import CAPTIONS, HEIGHT, LONG, PROMPTS, SHORT
 LENGTH, STEPS, SCALE = 48, 3, 4.0
 SIZE = (HEIGHT // 8, WIDTH // 8)
 NOISE = (2, 32, SIZE[0] // 2, SIZE[1] // 2)  # patchified
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    return reference.make_base(family, tmp_path_factory.mktemp("base"))
-
-
-@pytest.fixture(scope="module")
-def pipeline(base):
-    return reference.make_pipeline(base)
-
-
-@pytest.fixture(scope="module")
-def encoders(base):
-    return reference.encoders_of(family, base)
-
-
-@pytest.fixture(scope="module")
-def denoiser(base):
-    return reference.denoiser_of(family, base)
-
-
-def encode(base, captions):
-    encoders = reference.encoders_of(family, base)
-    return family.encode_captions(encoders, captions, max_length=LENGTH)
+encode = reference.encoder(family, length=LENGTH)
+predicted = reference.predictor(family, noise=drawn(*NOISE))
+sampled = reference.sampler(
+    family, noise=drawn(*NOISE), steps=STEPS, scale=SCALE, length=LENGTH, size=SIZE
+)
+call = reference.argument_mutations(family)
 
 
 def unpacked(tokens):
@@ -64,32 +44,8 @@ def pipeline_latents(pipeline, scale=SCALE):
 
 
 def our_latents(base, denoiser, scale=SCALE):
-    encoders = reference.encoders_of(family, base)
-    records = family.encode_captions(encoders, PROMPTS, max_length=LENGTH)
-    other = family.encode_unconditional(encoders, max_length=LENGTH)
-    made = reference.euler(
-        family,
-        denoiser,
-        drawn(*NOISE),
-        conditioning=family.conditioning(records, ()),
-        schedule=family.sampling_schedule(STEPS, latent_size=SIZE, base=base),
-        guidance=scale,
-        process=reference.process_of(family, base),
-        unconditional=family.conditioning([other] * 2, ())
-        if family.guides(scale, base=base)
-        else None,
-    )
-    return family.denormalise(made, family.latent_constants(base))
-
-
-def predicted(denoiser, records, level=(0.3, 0.517), noise=None):
-    return family.predict(
-        denoiser,
-        drawn(*NOISE) if noise is None else noise,
-        torch.tensor(level),
-        conditioning=family.conditioning(records, ()),
-        guidance=1.0,
-    )
+    """As the pipeline ends: raw."""
+    return family.denormalise(sampled(base, denoiser, scale), family.latent_constants(base))
 
 
 # Checks: each holds, and each turns red under the mutations named further down.
@@ -178,19 +134,17 @@ def check_loss(base, pipeline):
         return_dict=False,
     )[0]
     expected = ((unpacked(output) - (noise - latents)) ** 2).mean()
-    ours = reference.loss_of(
+    reference.assert_same_training(
         family,
         base,
         denoiser,
+        injected,
+        expected,
         latents=latents,
         noise=noise,
         level=level,
         conditioning=family.conditioning(encode(base, PROMPTS), ()),
     )
-    assert reference.relative(ours.detach(), expected.detach()) < 1e-6
-    theirs = reference.gradients(injected.parameters, expected)
-    found = reference.gradients(injected.parameters, ours)
-    assert reference.relative(found, theirs) < 1e-6
 
 
 CHECKS = {
@@ -206,13 +160,6 @@ CHECKS = {
 @pytest.mark.parametrize("check", CHECKS.values(), ids=CHECKS)
 def test_holds(check, base, pipeline):
     check(base, pipeline)
-
-
-def call(**changes):
-    """A mutation of what the denoiser is given."""
-    return reference.alters_call(
-        family, lambda named: {**named, **{n: change(named[n]) for n, change in changes.items()}}
-    )
 
 
 def _zeroed_pads(conditioning, records, frames):
@@ -415,4 +362,4 @@ def test_a_distilled_base_is_known_by_its_index_and_takes_no_guidance(base, tmp_
 def test_the_state_layers_are_in_the_caption_key():
     rule = family.FACTS.caption_rule
     assert rule["states"] == list(family.TEXT_LAYERS)
-    assert dataclasses.replace(family.FACTS).caption_settings == ()
+    assert family.FACTS.caption_settings == ()

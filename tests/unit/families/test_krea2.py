@@ -22,27 +22,13 @@ from tests.unit.families.reference import CAPTIONS, HEIGHT, LONG, PROMPTS, SHORT
 LENGTH, STEPS, SCALE = 48, 3, 4.5
 SIZE = (HEIGHT // 8, WIDTH // 8)
 NOISE = (2, 16, *SIZE)
+encode = reference.encoder(family, length=LENGTH)
+predicted = reference.predictor(family, noise=drawn(*NOISE))
+our_latents = reference.sampler(
+    family, noise=drawn(*NOISE), steps=STEPS, scale=SCALE, length=LENGTH
+)
+call = reference.argument_mutations(family)
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    return reference.make_base(family, tmp_path_factory.mktemp("base"))
-
-
-@pytest.fixture(scope="module")
-def pipeline(base):
-    return reference.make_pipeline(base)
-
-
-@pytest.fixture(scope="module")
-def encoders(base):
-    return reference.encoders_of(family, base)
-
-
-@pytest.fixture(scope="module")
-def denoiser(base):
-    return reference.denoiser_of(family, base)
 
 
 @pytest.fixture
@@ -56,11 +42,6 @@ def edited(base, tmp_path):
         return Base(str(root), root=root, name=f"file:{root}", memory=base.memory)
 
     return edit
-
-
-def encode(base, captions):
-    encoders = reference.encoders_of(family, base)
-    return family.encode_captions(encoders, captions, max_length=LENGTH)
 
 
 def unpacked(pipeline, tokens):
@@ -80,30 +61,6 @@ def pipeline_latents(pipeline, scale=SCALE):
         output_type="latent",
     ).images
     return unpacked(pipeline, out)
-
-
-def our_latents(base, denoiser, scale=SCALE):
-    encoders = reference.encoders_of(family, base)
-    return reference.sampled(
-        family,
-        base,
-        denoiser,
-        drawn(*NOISE),
-        records=family.encode_captions(encoders, PROMPTS, max_length=LENGTH),
-        other=family.encode_unconditional(encoders, max_length=LENGTH),
-        steps=STEPS,
-        guidance=scale,
-    )
-
-
-def predicted(denoiser, records, level=(0.3, 0.517), noise=None):
-    return family.predict(
-        denoiser,
-        drawn(*NOISE) if noise is None else noise,
-        torch.tensor(level),
-        conditioning=family.conditioning(records, ()),
-        guidance=1.0,
-    )
 
 
 # Checks: each holds, and each turns red under the mutations named further down.
@@ -204,19 +161,17 @@ def check_loss(base, pipeline):
         return_dict=False,
     )[0]
     expected = ((unpacked(pipeline, output) - (noise - latents)) ** 2).mean()
-    ours = reference.loss_of(
+    reference.assert_same_training(
         family,
         base,
         denoiser,
+        injected,
+        expected,
         latents=latents,
         noise=noise,
         level=level,
         conditioning=family.conditioning(records, ()),
     )
-    assert reference.relative(ours.detach(), expected.detach()) < 1e-6
-    theirs = reference.gradients(injected.parameters, expected)
-    found = reference.gradients(injected.parameters, ours)
-    assert reference.relative(found, theirs) < 1e-6
 
 
 CHECKS = {
@@ -233,13 +188,6 @@ CHECKS = {
 @pytest.mark.parametrize("check", CHECKS.values(), ids=CHECKS)
 def test_holds(check, base, pipeline):
     check(base, pipeline)
-
-
-def call(**changes):
-    """A mutation of what the denoiser is given."""
-    return reference.alters_call(
-        family, lambda named: {**named, **{n: change(named[n]) for n, change in changes.items()}}
-    )
 
 
 def encoder_call(**changes):

@@ -22,16 +22,6 @@ LATENT = (HEIGHT // 8, WIDTH // 8)
 LEVELS = torch.tensor([0.25, 0.9])
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    return ref.make_base(z_image, tmp_path_factory.mktemp("base"))
-
-
-@pytest.fixture(scope="module")
-def pipeline(base):
-    return ref.make_pipeline(base)
-
-
 def records_of(base):
     """The prompts' records and the unconditional one."""
     encoders = ref.encoders_of(z_image, base)
