@@ -209,7 +209,7 @@ def write(path, content):
 
 DISTILLED = {
     "flux": {
-        "transformer": {"guidance_embeds": False},
+        "transformer": {"guidance_embeds": False, "num_layers": 19, "num_single_layers": 38},
         "scheduler": {"use_dynamic_shifting": False, "shift": 1.0},
     },
     "flux2_klein": {"pipeline": {"is_distilled": True}},
