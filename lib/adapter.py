@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,39 +22,78 @@ ADAPTER = "default"
 
 @dataclass(frozen=True)
 class Injected:
-    """The adapter's parameters by PEFT's names, and how many modules each target matched."""
+    """The adapter's parameters by PEFT's names; modules of each target and rank pattern."""
 
     parameters: Mapping[str, torch.nn.Parameter]
     matches: Mapping[str, int]
+    patterns: Mapping[str, int] = field(default_factory=dict)
 
 
 def target_matches(module_names: Sequence[str], targets: Sequence[str]) -> dict[str, int]:
     """How many modules each target names: by the whole name or a dotted suffix."""
-    return {
-        target: sum(re.fullmatch(_pattern([target]), name) is not None for name in module_names)
-        for target in targets
-    }
+    return {target: sum(_names(target, name) for name in module_names) for target in targets}
+
+
+def _names(target: str, module_name: str) -> bool:
+    return re.fullmatch(_pattern([target]), module_name) is not None
 
 
 def _pattern(targets: Sequence[str]) -> str:
-    """A regular expression over module names; `*` stands for one part of a name."""
-    parts = "|".join(re.escape(target).replace(r"\*", "[^.]+") for target in targets)
-    return rf"(?:.*\.)?(?:{parts})"
+    """A regular expression over module names, which may end in a target."""
+    return rf"(?:.*\.)?(?:{'|'.join(map(_expression, targets))})"
 
 
-def check_targets(denoiser: shapes.Module, targets: Sequence[str]) -> dict[str, int]:
-    """Match counts; an entry that matches no linear layer is refused, with near names."""
+def _expression(target: str) -> str:
+    """`*` stands for one part of a name."""
+    return re.escape(target).replace(r"\*", "[^.]+")
+
+
+def check_targets(
+    denoiser: shapes.Module, targets: Sequence[str], ranks: Mapping[str, int] | None = None
+) -> dict[str, int]:
+    """Match counts of targets and of the patterns of `ranks`; all that is wrong in one report.
+
+    An entry must match a linear layer, and a pattern one that a target matches too.
+    """
     linears = [n for n, m in denoiser.named_modules() if isinstance(m, torch.nn.Linear)]
-    matches = target_matches(linears, targets)
-    leaves = sorted({name.rsplit(".", 1)[-1] for name in linears if not name[-1].isdigit()})
+    adapted = [n for n in linears if any(_names(target, n) for target in targets)]
+    matches, ranked = target_matches(linears, targets), target_matches(adapted, [*(ranks or {})])
     problems = [
-        Problem(f"adapter.targets={target}", "matches no linear layer", ", ".join(leaves))
+        Problem(f"adapter.targets={target}", "matches no linear layer", _leaves(linears))
         for target, count in matches.items()
         if count == 0
     ]
+    problems += [
+        Problem(f"adapter.rank_pattern={name}", "matches no adapted module", _leaves(adapted))
+        for name, count in ranked.items()
+        if count == 0
+    ]
+    problems += _rank_conflicts(adapted, ranks or {})
     if problems:
         raise InputRefused(problems)
-    return matches
+    return {**matches, **ranked}
+
+
+def _leaves(module_names: Sequence[str]) -> str:
+    """The last parts of the names, of those in lists none: what a target is likely to be."""
+    leaves = {name.rsplit(".", 1)[-1] for name in module_names if not name[-1].isdigit()}
+    return ", ".join(sorted(leaves))
+
+
+def _rank_conflicts(adapted: Sequence[str], ranks: Mapping[str, int]) -> Iterator[Problem]:
+    """Each set of patterns that give one module several ranks, once."""
+    told: set[tuple[str, ...]] = set()
+    for name in adapted:
+        found = tuple(pattern for pattern in ranks if _names(pattern, name))
+        if len({ranks[pattern] for pattern in found}) > 1 and found not in told:
+            told.add(found)
+            given = ", ".join(f"{pattern}:{ranks[pattern]}" for pattern in found)
+            yield Problem(
+                f"adapter.rank_pattern={given}",
+                f"give {name} several ranks",
+                "one rank for a module",
+                "write longer names that match other modules",
+            )
 
 
 def peft_config(config: AdapterConfig) -> LoraConfig:
@@ -61,11 +101,23 @@ def peft_config(config: AdapterConfig) -> LoraConfig:
     return LoraConfig(
         r=config.rank,
         lora_alpha=config.alpha,  # type: ignore[arg-type]  # PEFT computes with it as a number
+        use_rslora=config.rslora,
+        rank_pattern={_expression(name): rank for name, rank in config.rank_pattern.items()},
+        alpha_pattern={
+            _expression(name): alpha_of(config, rank) for name, rank in config.rank_pattern.items()
+        },
         target_modules=_peft_targets(config.targets),
         lora_dropout=config.dropout,
         init_lora_weights="gaussian",
         bias="none",
     )
+
+
+def alpha_of(config: AdapterConfig, rank: int) -> float:
+    """The alpha with which a module of this rank has the scale of the others."""
+    if config.rslora:
+        return config.alpha * math.sqrt(rank / config.rank)
+    return config.alpha * rank / config.rank
 
 
 def _peft_targets(targets: Sequence[str]) -> list[str] | str:
@@ -75,14 +127,18 @@ def _peft_targets(targets: Sequence[str]) -> list[str] | str:
 
 def inject(denoiser: Any, config: AdapterConfig, *, seed: int) -> Injected:
     """Add the adapter: A normal with std 1/rank, B zero, both float32 whatever the base's dtype."""
-    matches = check_targets(denoiser, config.targets)
+    matches = check_targets(denoiser, config.targets, config.rank_pattern)
     with torch.random.fork_rng(devices=[]):  # PEFT draws too; its numbers are replaced below
         denoiser.add_adapter(peft_config(config), adapter_name=ADAPTER)
     parameters = parameters_of(denoiser)
     for name, parameter in parameters.items():
-        parameter.data = _initial(name, tuple(parameter.shape), config, seed).to(parameter.device)
+        parameter.data = _initial(name, tuple(parameter.shape), seed).to(parameter.device)
         parameter.requires_grad_(True)
-    return Injected(parameters=parameters, matches=matches)
+    return Injected(
+        parameters=parameters,
+        matches={name: matches[name] for name in config.targets},
+        patterns={name: matches[name] for name in config.rank_pattern},
+    )
 
 
 def parameters_of(denoiser: Any) -> dict[str, torch.nn.Parameter]:
@@ -90,12 +146,12 @@ def parameters_of(denoiser: Any) -> dict[str, torch.nn.Parameter]:
     return {n: p for n, p in denoiser.named_parameters() if "lora_" in n}
 
 
-def _initial(name: str, shape: tuple[int, ...], config: AdapterConfig, seed: int) -> torch.Tensor:
-    """A's draw depends on the module's name alone, not on the order of injection."""
+def _initial(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
+    """A's draw depends on the module's name and rank alone, not on the order of injection."""
     if "lora_B" in name:
         return torch.zeros(shape)
     draw = normal(shape, seed=seed, stream="adapter_init", counter=0, sample_id=name)
-    return torch.from_numpy(draw) / config.rank
+    return torch.from_numpy(draw) / shape[0]
 
 
 def state_dict(denoiser: Any) -> dict[str, torch.Tensor]:

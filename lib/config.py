@@ -77,12 +77,28 @@ def _convert(
         else:
             problems.append(Problem(f"{setting}={value}", "not a list of texts", "[a, b]"))
         return
+    if typing.get_origin(kind) is dict:
+        numbers = _whole_numbers(value)
+        if numbers is None:
+            why = "not names with whole numbers"
+            problems.append(Problem(f"{setting}={value}", why, "{a: 1, b: 2}"))
+        else:
+            values[name] = numbers
+        return
     converted = _scalar(kind, value)
     if converted is None:
         allowed = _NAMES[kind] + (" or null" if optional else "")
         problems.append(Problem(f"{setting}={value}", f"not {_NAMES[kind]}", allowed))
     else:
         values[name] = converted
+
+
+def _whole_numbers(value: Any) -> dict[str, int] | None:
+    """A mapping of names to whole numbers, or None."""
+    if not isinstance(value, Mapping):
+        return None
+    numbers = {str(name): _scalar(int, number) for name, number in value.items()}
+    return None if None in numbers.values() else numbers
 
 
 def _scalar(kind: type, value: Any) -> Any:

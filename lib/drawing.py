@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from lib import pictures
+from lib import pictures, stopping
 from lib.batches import Records
 from lib.device import pick_device, release
 from lib.events import Events
@@ -121,22 +121,17 @@ class Sampler:
         return self.config.buckets.resolution
 
 
-def draw_grid(
-    sampler: Sampler,
-    *,
-    adapters: Mapping[str, Path],
-    targets: Sequence[Image.Image | None],
-    events: Events,
-) -> Image.Image:
-    """The grid's picture: base, exported files, and what a held-out picture really looks like."""
+def draw_columns(
+    sampler: Sampler, *, adapters: Mapping[str, Path], events: Events
+) -> dict[str, Sequence[Image.Image]]:
+    """The pictures of a grid by column: of the base, then with each exported file."""
     columns = _latents(sampler, adapters=adapters, events=events)
     release()  # the denoiser, which no name holds any more
     autoencoder = sampler.load_autoencoder()
-    images: dict[str, Sequence[Image.Image | None]] = {
+    return {
         name: [sampler.decode(autoencoder, latents) for latents in column]
         for name, column in columns.items()
     }
-    return sampler.grid({**images, "target": targets} if any(targets) else images)
 
 
 def _latents(
@@ -153,6 +148,7 @@ def _latents(
         for latents in sampler.column(denoiser):
             drawn.append(latents)
             done += 1
+            stopping.check()
             events.progress(done, total, unit="samples")
     return columns
 

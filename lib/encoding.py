@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
+from lib import stopping
 from lib.claims import claims
 from lib.device import release
 from lib.errors import Problem, SamplesFailed
@@ -142,6 +143,7 @@ def put_all(
                 claimed.free(item)
                 problems.extend([problem] if problem else [])
                 done += 1
+                stopping.check()
                 events.progress(done + claimed.found, len(keys), unit=kind)
 
         put(encode(claimed.mine(items)))

@@ -70,7 +70,15 @@ class StateRefused(DarkroomError):
     of_all = True
 
 
-class Stopped(DarkroomError):
-    """Stopped on request; the same command resumes."""
+class Stopped(KeyboardInterrupt):
+    """Stopped on request. No `Exception`: nothing that rescues an attempt may rescue this.
+
+    `by` names what asked, without any path; `of_all`: every process of the run has agreed to it.
+    """
 
     exit_code = 75
+
+    def __init__(self, text: str, *, by: str, of_all: bool = False):
+        super().__init__(without_credentials(text))
+        self.by = by
+        self.of_all = of_all

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import torch
 
     from lib.hub import Base
+    from lib.naming import Names
     from lib.noise import NoiseProcess
 
 Record = Mapping[str, "torch.Tensor"]
@@ -91,6 +92,7 @@ class Facts:
     latent_dtypes: tuple[str, ...] = ("fp32", "bf16")  # what the autoencoder encodes well in
     min_text_tokens: int = 1
     caption_settings: tuple[str, ...] = ()  # settings of the pipeline that enter caption keys
+    license: str = ""  # of the reference, by the Hub's names; "" where it has one of its own
 
 
 @runtime_checkable
@@ -98,6 +100,7 @@ class Family(Protocol):
     """Functions of one module in `lib.families`."""
 
     FACTS: Facts
+    NAMES: Names  # of its denoiser's modules in other tools
     TINY: Mapping[str, Any]  # recipe of the tiny base: component -> configuration
 
     def build_tiny(self, folder: Path) -> None:

@@ -9,7 +9,7 @@ from lib.keys import Key, make_key
 
 CAPTIONS_VERSION = 1
 TRAIN_VERSION = 1
-EXPORT_VERSION = 1
+EXPORT_VERSION = 2
 SAMPLE_VERSION = 1
 
 
@@ -89,10 +89,18 @@ def train_key(**inputs: Any) -> Key:
     return make_key("train", version=TRAIN_VERSION, **inputs)
 
 
-def export_key(*, train: str, adapters: Sequence[str], format: str, dtype: str) -> Key:
+def export_key(
+    *, train: str, adapters: Sequence[str], format: str, dtype: str, prompts: bool
+) -> Key:
     """A run's exported files: the adapter, and its average where there is one."""
     return make_key(
-        "export", version=EXPORT_VERSION, train=train, adapters=adapters, format=format, dtype=dtype
+        "export",
+        version=EXPORT_VERSION,
+        train=train,
+        adapters=adapters,
+        format=format,
+        dtype=dtype,
+        prompts=prompts,
     )
 
 

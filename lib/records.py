@@ -19,6 +19,7 @@ _NAMES = {
     torch.bfloat16: "BF16",
     torch.float16: "F16",
     torch.int64: "I64",
+    torch.uint8: "U8",
 }
 _TORCH = {name: dtype for dtype, name in _NAMES.items()}
 

@@ -46,6 +46,10 @@ def _choice(setting: str, *choices: str, remedy: str = "") -> Rule:
     return Rule(setting, lambda v: v in choices, ", ".join(choices), remedy)
 
 
+def _ranks(pattern: dict[str, int]) -> bool:
+    return all(name and 1 <= rank <= 320 for name, rank in pattern.items())
+
+
 RULES: tuple[Rule, ...] = (
     _choice("precision.mode", "fp32", "bf16"),
     Rule("dataset.trigger", lambda v: v is None or _word(v), "words on one line, or null"),
@@ -66,6 +70,7 @@ RULES: tuple[Rule, ...] = (
     _number("latents.max_bytes", 0, 2**50),
     _number("encode.batch_size", 1, 1024),
     _number("adapter.rank", 1, 320),
+    Rule("adapter.rank_pattern", _ranks, "module names with ranks of 1 to 320"),
     Rule("adapter.targets", lambda v: len(v) > 0 and all(v), "at least one module name"),
     Rule("adapter.dropout", lambda v: 0 <= v < 1, "0 to below 1"),
     _choice("timesteps.density", "logit_normal", "uniform"),
@@ -74,7 +79,7 @@ RULES: tuple[Rule, ...] = (
     _above("timesteps.shift", 0),
     _choice("objective.weighting", "none", "bell", "min_snr"),
     _above("objective.snr_gamma", 0),
-    _choice("optimizer.name", "adamw"),
+    _choice("optimizer.name", "adamw", "adamw_8bit"),
     _number("optimizer.lr", 1e-12, 10),
     _number("optimizer.weight_decay", 0, 10),
     Rule("optimizer.beta1", lambda v: 0 <= v < 1, "0 to below 1"),
@@ -95,7 +100,7 @@ RULES: tuple[Rule, ...] = (
     Rule("validation.fraction", lambda v: 0 <= v < 1, "0 (none) to below 1"),
     _number("validation.every", 1, 100_000),
     _number("validation.num_draws", 1, 1000),
-    _choice("export.format", "diffusers"),
+    _choice("export.format", "diffusers", "kohya", "comfyui"),
     _choice("export.dtype", *DTYPES),
     Rule("sample.prompts", lambda v: len(v) <= 64, "at most 64 prompts"),
     _number("sample.seed", 0, 2**63 - 1),

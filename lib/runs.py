@@ -14,11 +14,12 @@ import yaml
 from filelock import FileLock
 
 from lib import files
-from lib.errors import Problem, StateRefused, without_credentials
+from lib.errors import DarkroomError, Problem, StateRefused, Stopped, without_credentials
 from lib.events import Events
 from lib.keys import file_digest
 from lib.leases import Owner, is_alive, this_process
 from lib.schema import Config, to_plain
+from lib.stopping import STOP_FILE
 
 LIBRARIES = ("torch", "diffusers", "transformers", "peft", "numpy", "pillow", "safetensors")
 ADAPTER_FILE, EMA_FILE = "adapter/adapter.safetensors", "ema/adapter.safetensors"
@@ -85,6 +86,9 @@ def claim(
         resumable = record and record["state"] != "complete" and not rerun
         folder = Path(record["folder"]) if record and resumable else None
         resumed = folder is not None and folder.is_dir()
+        if folder is not None and (folder / STOP_FILE).exists():
+            why, remedy = "asks this run to stop", "remove the file, then the same command resumes"
+            raise StateRefused(Problem(str(folder / STOP_FILE), why, remedy=remedy))
         if folder is None or not resumed:
             folder = files.claim_folder(outputs / name)
         files.write_json(
@@ -124,7 +128,11 @@ def steps_done(store: Path, key: str, *, rerun: bool) -> int:
     record = read(store, key)
     if record is None or rerun or record["state"] == "complete":
         return 0
-    names = sorted(path.name for path in Path(record["folder"]).glob("checkpoints/step-*"))
+    return _newest_step(Path(record["folder"]))
+
+
+def _newest_step(folder: Path) -> int:
+    names = sorted(path.name for path in folder.glob("checkpoints/step-*"))
     return int(names[-1].removeprefix("step-")) if names else 0
 
 
@@ -141,6 +149,36 @@ def describe(claim: Claim, config: Config, *, keys: Mapping[str, str], events: E
     )
 
 
+@contextmanager
+def ending(claim: Claim) -> Iterator[None]:
+    """Leave in run.json how the block ended, at which checkpoint, and what was decided."""
+    ended = {"state": "failed"}
+    try:
+        yield
+        ended = {"state": "complete"}
+    except Stopped as stopped:
+        ended = {"state": "stopped", "why": stopped.by}
+        raise
+    except DarkroomError as error:
+        ended["why"] = type(error).__name__
+        raise
+    finally:
+        path = claim.folder / "run.json"
+        record = json.loads(path.read_text(encoding="utf-8"))
+        step, decided = _newest_step(claim.folder), _decisions(claim.folder)
+        files.write_json(path, {**record, "ended": {**ended, "step": step}, "decisions": decided})
+
+
+def _decisions(folder: Path) -> dict[str, Any]:
+    """The last decision on each matter, from the run's events."""
+    found = {}
+    for event in _events(folder):
+        if event["kind"] == "decision":
+            what = ("value", "source", "reason")
+            found[event["name"]] = {name: event[name] for name in what}
+    return found
+
+
 def _public(config: Config) -> Config:
     """The configuration as it may lie in a folder that is copied and shared."""
     uri = config.tracker.uri and without_credentials(config.tracker.uri)
@@ -150,11 +188,15 @@ def _public(config: Config) -> Config:
 def recorded_metric(folder: Path, name: str) -> list[tuple[int, float]]:
     """(step, value) in a run's events; a step that was run twice counts as it ran last."""
     found: dict[int, float] = {}
-    for line in (folder / "events.jsonl").read_text(encoding="utf-8").splitlines():
-        event = json.loads(line)
+    for event in _events(folder):
         if event["kind"] == "metric" and name in event:
             found[event["step"]] = event[name]
     return sorted(found.items())
+
+
+def _events(folder: Path) -> Iterator[Mapping[str, Any]]:
+    text = (folder / "events.jsonl").read_text(encoding="utf-8")
+    return map(json.loads, text.splitlines())
 
 
 def versions() -> dict[str, str]:

@@ -89,6 +89,8 @@ class EncodeConfig:
 class AdapterConfig:
     rank: int = 16
     alpha: float = 16.0
+    rslora: bool = False
+    rank_pattern: dict[str, int] = field(default_factory=dict)
     targets: list[str] = field(default_factory=list)
     dropout: float = 0.0
 
@@ -149,6 +151,7 @@ class ValidationConfig:
 class ExportConfig:
     format: str = "diffusers"
     dtype: str = "fp32"
+    prompts: bool = False
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from lib import stopping
 from lib.errors import Problem, SamplesFailed
 from lib.events import Events
 from lib.memory import Item, Memory, stat_of
@@ -31,6 +32,7 @@ def verify_entries(store: Store, manifests: Sequence[Manifest], events: Events) 
     for start in range(0, len(refs), BATCH):
 
         def progress(done: int, _total: int, start: int = start) -> None:
+            stopping.check()
             events.progress(start + done, len(refs), unit="entries verified")
 
         damaged += _verify(store, refs[start : start + BATCH], memory, progress)

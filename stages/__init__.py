@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from lib.errors import DarkroomError, InputRefused, Problem
+from lib import stopping
+from lib.errors import DarkroomError, InputRefused, Problem, Stopped
 from lib.events import Events
 from lib.schema import Config
 from lib.team import this_process
 from stages.summary import Summary
 
-INTERRUPTED = 130
 HEARING_SECONDS = 5.0
 SHARING = ("train", "encode_captions", "build_latent_cache", "prepare_dataset")
 
@@ -37,7 +37,9 @@ def main(job: Job, *, arguments: Sequence[str] | None = None, opens_base: bool =
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     if this_process().size > 1 and (refused := _refused_team(arguments, opens_base=opens_base)):
         sys.exit(refused)
-    sys.exit(guarded(lambda: _main(_checking(job) if opens_base else job, arguments)))
+    with stopping.heeding():
+        code = guarded(lambda: _main(_checking(job) if opens_base else job, arguments))
+    sys.exit(code)
 
 
 def guarded(action: Callable[[], int]) -> int:
@@ -59,9 +61,12 @@ def guarded(action: Callable[[], int]) -> int:
         # Whoever read our output has gone; Python would complain once more when it exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except KeyboardInterrupt:
-        print("interrupted; the same command resumes from the last checkpoint", file=sys.stderr)
-        return INTERRUPTED
+    except Stopped as stopped:
+        if stopped.of_all and not this_process().leads:
+            time.sleep(HEARING_SECONDS)
+        else:
+            print(f"stopped: {stopped}", file=sys.stderr)
+        return stopped.exit_code
 
 
 def _refused_team(arguments: Sequence[str], *, opens_base: bool) -> int:

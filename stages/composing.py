@@ -19,7 +19,7 @@ from yaml import MarkedYAMLError
 from lib.config import Reading, read
 from lib.errors import InputRefused, Problem, without_credentials
 from lib.schema import Config, settings_of
-from stages.overrides import combinations, foreign, quoted, split_texts
+from stages.overrides import NAMED_VALUES, combinations, foreign, quoted, split_texts
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 CONF = CHECKOUT / "conf"
@@ -121,7 +121,7 @@ def reading_of(raw: DictConfig) -> Reading:
     elsewhere, defaults = foreign(_unresolved(raw)), dict(settings_of(Config()))
     with flag_override(raw, ["readonly", "struct"], [False, False]):
         for setting in elsewhere:
-            OmegaConf.update(raw, setting, defaults.get(setting))
+            OmegaConf.update(raw, setting, defaults.get(setting), merge=False)
     reading = read(_plain(raw))
     problems = [p for p in reading.problems if _setting(p) not in elsewhere]
     refused = {_setting(problem) for problem in problems} | elsewhere.keys()
@@ -227,10 +227,13 @@ def _names(schema: Any, prefix: str = "") -> Iterator[str]:
 
 def register(*, typed: bool) -> None:
     """The schema that the primary config lists first; read-only flags would refuse overrides."""
-    node: Any = {}
+    node: Any = OmegaConf.create({})
     if typed:
         node = OmegaConf.structured(Config)
         _writable(node)
+    for setting in NAMED_VALUES:  # Hydra takes no new name elsewhere; here a user writes them
+        OmegaConf.update(node, setting, {}, force_add=True)
+        OmegaConf.set_struct(OmegaConf.select(node, setting), False)
     ConfigStore.instance().store(name="schema", node=node)
 
 

@@ -7,12 +7,14 @@ from itertools import islice
 from typing import Any
 
 from lib.errors import Problem
-from lib.schema import CAPTION_TEXTS
+from lib.schema import CAPTION_TEXTS, Config, settings_of
 
 # What a value may take from elsewhere: another setting, a path of the checkout.
 OURS = re.compile(r"\$\{(checkout:[^${}]*|[\w.]+)\}")
 # Captions and prompts: a comma in one is a comma, and no second run.
 FREE_TEXT = (*CAPTION_TEXTS, "sample.negative_prompt")
+# Settings whose value is a mapping with names of the user's own.
+NAMED_VALUES = tuple(name for name, value in settings_of(Config()) if isinstance(value, dict))
 
 
 def quoted(override: str) -> str:
@@ -57,8 +59,10 @@ def foreign(values: Mapping[str, Any]) -> dict[str, Problem]:
 
 
 def _texts(values: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Texts of nested mappings by their dotted names; those of a list by the list's."""
-    if isinstance(values, Mapping):
+    """Texts of nested mappings by their dotted names; those within a setting by the setting's."""
+    if prefix in NAMED_VALUES:
+        yield from ((prefix, text) for _, text in _texts(values))
+    elif isinstance(values, Mapping):
         for name, value in values.items():
             yield from _texts(value, f"{prefix}.{name}" if prefix else str(name))
     elif isinstance(values, list):

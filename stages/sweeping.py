@@ -8,11 +8,13 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lib.errors import InputRefused, Problem, without_credentials
+from lib import stopping
+from lib.errors import InputRefused, Problem, Stopped, without_credentials
 from lib.schema import Config
 from stages import guarded
 from stages.summary import Summary
@@ -99,16 +101,24 @@ class _Sweep:
 
     def run(self, combination: Combination) -> None:
         """In whichever process the launcher has chosen, so the row is left in a file."""
+        self.folder = combination.folder
+        with ExitStack() as held:
+            if ELSEWHERE in os.environ:
+                # The launcher ignores SIGTERM; a run that it stops can be resumed on any node.
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+                held.enter_context(stopping.heeding())
+            self._run(combination)
+
+    def _run(self, combination: Combination) -> None:
         from lib import files
 
         config, problems = combination.reading.config, combination.reading.problems
-        self.folder = combination.folder
-        if ELSEWHERE in os.environ:
-            # The launcher ignores SIGTERM; a run that it stops can be resumed on any node.
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
         _hide_credentials(combination.folder)
         summary = Summary()
         asked = tuple(map(without_credentials, combination.overrides))
+        if stopping.asked():  # one that was at work has said so
+            self.rows.append(Row(asked, Stopped.exit_code, summary))
+            return
         print(f"\njob {combination.number}: {' '.join(asked)}", file=sys.stderr)
         code = guarded(lambda: _run(self.job, _child(config, self.parent), summary, problems))
         row = Row(asked, code, dataclasses.replace(summary, losses=[]))
@@ -137,7 +147,9 @@ class _Sweep:
         from lib.tracking import close_parent
 
         if self.parent and self.config:
-            close_parent(self.config, self.parent, status="FAILED" if code else "FINISHED")
+            stopped = code == Stopped.exit_code
+            status = "KILLED" if stopped else "FAILED" if code else "FINISHED"
+            close_parent(self.config, self.parent, status=status)
 
 
 def table(rows: Sequence[Row]) -> Iterator[str]:
@@ -148,10 +160,16 @@ def table(rows: Sequence[Row]) -> Iterator[str]:
     width = max(len(text) for text in ("overrides", *asked))
     yield f"\n{'overrides':<{width}}  result      loss    folder"
     for text, row in zip(asked, rows, strict=True):
-        result = f"failed ({row.code})" if row.code else row.summary.status.get("train", "done")
+        result = _result(row)
         means = running_mean([loss for _, loss in row.losses])
         last = f"{means[-1]:.4f}" if means else "-"
         yield f"{text:<{width}}  {result:<10}  {last:<6}  {row.folder}"
+
+
+def _result(row: Row) -> str:
+    if row.code == Stopped.exit_code:
+        return "stopped" if row.summary.status else "not started"
+    return f"failed ({row.code})" if row.code else row.summary.status.get("train", "done")
 
 
 def names_of(rows: Sequence[Row]) -> list[str]:

@@ -4,6 +4,7 @@ import gc
 import os
 import re
 import shutil
+import signal
 from pathlib import Path
 
 # Tiny tensors gain nothing from threads, and two test processes lose much to them.
@@ -36,6 +37,14 @@ def pytest_collection_finish():
     """What is there now stays: stages collect garbage after each model, and need not look at it."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def interruptible():
+    """As in a terminal: what a shell starts in the background ignores Control-C."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 HUB_COMMIT = "0123456789abcdef0123456789abcdef01234567"

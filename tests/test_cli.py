@@ -1,5 +1,7 @@
 """The doors as a user meets them: one report for all mistakes, exit codes, nothing left behind."""
 
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +10,7 @@ import pytest
 
 import stages
 import stages.store
-from lib.errors import DarkroomError, InputRefused, Problem, SamplesFailed, StateRefused, Stopped
+from lib.errors import DarkroomError, InputRefused, Problem, SamplesFailed, StateRefused
 from lib.pipeline.graph import STAGES
 from stages.plan import show_plan
 
@@ -174,7 +176,7 @@ def test_requiring_upstream_in_a_cold_store_names_the_stage_and_its_command(cli,
 
 @pytest.mark.parametrize(
     ("error", "code"),
-    [(InputRefused, 2), (SamplesFailed, 3), (StateRefused, 4), (Stopped, 75)],
+    [(InputRefused, 2), (SamplesFailed, 3), (StateRefused, 4)],
 )
 def test_each_kind_of_error_has_its_exit_code(cli, error, code):
     def job(_config, _summary):
@@ -195,13 +197,15 @@ def test_a_fault_of_ours_keeps_its_traceback():
         stages.main(job, arguments=[TINY], opens_base=False)
 
 
-def test_an_interrupt_ends_with_the_shells_code_and_a_way_on(cli):
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_a_signal_ends_with_its_own_code_and_a_way_on(cli, interruptible, name):
     def job(_config, _summary):
-        raise KeyboardInterrupt
+        os.kill(os.getpid(), signal.Signals[name])
+        return 0
 
     done = cli(TINY, job=job)
-    assert done.code == 130
-    assert "resumes" in done.err
+    assert done.code == 75
+    assert f"stopped: {name}; the same command resumes" in done.lines
 
 
 def _command(*words):

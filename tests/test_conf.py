@@ -9,11 +9,13 @@ from pathlib import Path
 
 import hydra
 import pytest
+from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
 from lib import families
 from lib.schema import Config, value_of
 from stages import composing
+from stages.overrides import NAMED_VALUES
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 CONF = CHECKOUT / "conf"
@@ -55,6 +57,8 @@ PUBLIC = {
     "encode.batch_size=4": ("encode.batch_size", 4),
     "adapter.rank=8": ("adapter.rank", 8),
     "adapter.alpha=4": ("adapter.alpha", 4.0),
+    "adapter.rslora=true": ("adapter.rslora", True),
+    "adapter.rank_pattern={to_q:8}": ("adapter.rank_pattern", {"to_q": 8}),
     "adapter.targets=[to_q,to_k]": ("adapter.targets", ["to_q", "to_k"]),
     "adapter.dropout=0.1": ("adapter.dropout", 0.1),
     "objective=bell": ("objective.weighting", "bell"),
@@ -86,7 +90,10 @@ PUBLIC = {
     "validation.num_draws=2 validation.fraction=0.2": ("validation.num_draws", 2),
     "sample.guidance=2": ("sample.guidance", 2.0),
     "export.format=diffusers": ("export.format", "diffusers"),
+    "export.format=kohya": ("export.format", "kohya"),
+    "export.format=comfyui": ("export.format", "comfyui"),
     "export.dtype=bf16": ("export.dtype", "bf16"),
+    "export.prompts=true": ("export.prompts", True),
     "tracker=none": ("tracker.name", "none"),
     "tracker.uri=http://127.0.0.1:5000": ("tracker.uri", "http://127.0.0.1:5000"),
     "tracker.experiment=cats": ("tracker.experiment", "cats"),
@@ -112,7 +119,7 @@ def _leaves(schema, prefix=""):
 
 def _flat(values, prefix=""):
     for name, value in values.items():
-        if isinstance(value, dict):
+        if isinstance(value, dict) and prefix + name not in NAMED_VALUES:
             yield from _flat(value, f"{prefix}{name}.")
         else:
             yield prefix + name
@@ -120,7 +127,7 @@ def _flat(values, prefix=""):
 
 def _from_yaml_alone(overrides=()):
     """Dotted names that the YAML files set, with an empty schema before them."""
-    composing.register(typed=False)
+    ConfigStore.instance().store(name="schema", node={})
     with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
         raw = hydra.compose("config", overrides=list(overrides))
     plain = OmegaConf.to_container(raw, resolve=False)

@@ -189,6 +189,7 @@ FOREIGN = [
     "sample.prompts=['${oc.env:HF_TOKEN}']",
     "adapter.rank=${oc.env:HF_TOKEN}",
     "name=${oc.env:HF_TOKEN}",
+    "adapter.rank_pattern={attn.to_q:'${oc.env:HF_TOKEN}'}",
     "+adapter.other=${oc.env:HF_TOKEN}",
     "+loader={kind: ${oc.env:HF_TOKEN}}",
     f"{PROMPT}=${{hydra:runtime.cwd}}",

@@ -115,6 +115,38 @@ def test_an_argument_of_the_optimizer_in_another_form_is_refused_by_its_name(giv
     assert problem.subject.split("=")[0] == given.split("=")[0].lstrip("+")
 
 
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("{to_q:8}", {"to_q": 8}),
+        ("{attn.to_q:8,blocks.*.to_k:4}", {"attn.to_q": 8, "blocks.*.to_k": 4}),
+        ("{to_q:8.0}", {"to_q": 8}),
+        ("{}", {}),
+    ],
+)
+def test_names_of_one_s_own_are_taken_with_their_numbers_and_kept(given, expected, written):
+    config = composing.compose([TINY, f"adapter.rank_pattern={given}"])
+    kept, for_dvc = written(config)
+    found = [config.adapter.rank_pattern, kept["adapter"]["rank_pattern"]]
+    assert [*found, for_dvc["adapter.rank_pattern"]] == [expected] * 3
+    assert {type(rank) for rank in config.adapter.rank_pattern.values()} <= {int}
+
+
+def test_names_of_one_s_own_may_stand_in_an_experiment_and_be_swept(conf):
+    text = "# @package _global_\nadapter:\n  rank_pattern:\n    to_q: 8\n"
+    (conf / "experiment" / "probe.yaml").write_text(text)
+    pattern = composing.compose([TINY, "+experiment=probe"]).adapter.rank_pattern
+    assert pattern == {"to_q": 8}
+    composing.check_sweep([TINY, "adapter.rank_pattern={to_q:8},{to_q:4}"])
+
+
+@pytest.mark.parametrize("given", ["8", "null", "{to_q:many}", "{to_q:8.5}", "{to_q:true}"])
+def test_names_without_whole_numbers_are_refused_by_their_setting(given):
+    (problem,) = refused(f"adapter.rank_pattern={given}")
+    assert problem.subject.startswith("adapter.rank_pattern=")
+    assert problem.allowed == "{a: 1, b: 2}"
+
+
 FOLDERS = ["ds\\new", "C:\\pictures\\table", "a 'b' \"c\"", "x: [y] #z", "\xe9clair"]
 
 

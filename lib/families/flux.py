@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lib import autoencoders, packing, shapes, tiny
+from lib import autoencoders, naming, packing, shapes, tiny
 from lib import guidance as guidance_rules
 from lib.components import load_encoder, load_model
 from lib.family import Conditioning, Facts, Frame, Record, Schedule
@@ -51,6 +51,44 @@ FACTS = Facts(
     noise=Flow,
     reference="black-forest-labs/FLUX.1-dev",
     diffusers="0.30",
+)
+
+NAMES = naming.Names(
+    layouts={
+        "kohya": naming.KOHYA_LAYOUT,
+        "comfyui": naming.Layout("transformer.", naming.A_B, original=False, alpha=True),
+    },
+    original=naming.by_table(
+        {
+            "double_blocks.*.img_attn.qkv": tuple(
+                f"transformer_blocks.*.attn.to_{part}" for part in "qkv"
+            ),
+            "double_blocks.*.txt_attn.qkv": tuple(
+                f"transformer_blocks.*.attn.add_{part}_proj" for part in "qkv"
+            ),
+            "double_blocks.*.img_attn.proj": "transformer_blocks.*.attn.to_out.0",
+            "double_blocks.*.txt_attn.proj": "transformer_blocks.*.attn.to_add_out",
+            "double_blocks.*.img_mlp.0": "transformer_blocks.*.ff.net.0.proj",
+            "double_blocks.*.img_mlp.2": "transformer_blocks.*.ff.net.2",
+            "double_blocks.*.txt_mlp.0": "transformer_blocks.*.ff_context.net.0.proj",
+            "double_blocks.*.txt_mlp.2": "transformer_blocks.*.ff_context.net.2",
+            "double_blocks.*.img_mod.lin": "transformer_blocks.*.norm1.linear",
+            "double_blocks.*.txt_mod.lin": "transformer_blocks.*.norm1_context.linear",
+            "single_blocks.*.linear1": (
+                *(f"single_transformer_blocks.*.attn.to_{part}" for part in "qkv"),
+                "single_transformer_blocks.*.proj_mlp",
+            ),
+            "single_blocks.*.linear2": "single_transformer_blocks.*.proj_out",
+            "single_blocks.*.modulation.lin": "single_transformer_blocks.*.norm.linear",
+            "img_in": "x_embedder",
+            "txt_in": "context_embedder",
+            "final_layer.linear": "proj_out",
+            **naming.embedders("time_text_embed", time="timestep", vector="text"),
+        }
+    ),
+    aliases=("transformer.", ""),
+    lost={"kohya": ("img_in", "txt_in", "final_layer", "time_in", "vector_in", "guidance_in")},
+    widths={"linear1": (3072, 3072, 3072, 12288)},
 )
 
 FULL_DEPTH = (19, 38)  # blocks of both kinds; a shallower base is nobody's distillation

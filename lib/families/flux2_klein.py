@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lib import autoencoders, packing, shapes, tiny
+from lib import autoencoders, naming, packing, shapes, tiny
 from lib import guidance as guidance_rules
 from lib.components import load_encoder, load_model
 from lib.family import Conditioning, Facts, Frame, Record, Schedule
@@ -52,6 +52,42 @@ FACTS = Facts(
     noise=Flow,
     reference="black-forest-labs/FLUX.2-klein-base-4B",
     diffusers="0.37",
+    license="apache-2.0",
+)
+
+NAMES = naming.Names(
+    layouts={
+        "kohya": naming.KOHYA_LAYOUT,
+        # Without `.alpha`, which diffusers' converter refuses.
+        "comfyui": naming.Layout("diffusion_model.", naming.A_B, original=True),
+    },
+    original=naming.by_table(
+        {
+            "double_blocks.*.img_attn.qkv": tuple(
+                f"transformer_blocks.*.attn.to_{part}" for part in "qkv"
+            ),
+            "double_blocks.*.txt_attn.qkv": tuple(
+                f"transformer_blocks.*.attn.add_{part}_proj" for part in "qkv"
+            ),
+            "double_blocks.*.img_attn.proj": "transformer_blocks.*.attn.to_out.0",
+            "double_blocks.*.txt_attn.proj": "transformer_blocks.*.attn.to_add_out",
+            "double_blocks.*.img_mlp.0": "transformer_blocks.*.ff.linear_in",
+            "double_blocks.*.img_mlp.2": "transformer_blocks.*.ff.linear_out",
+            "double_blocks.*.txt_mlp.0": "transformer_blocks.*.ff_context.linear_in",
+            "double_blocks.*.txt_mlp.2": "transformer_blocks.*.ff_context.linear_out",
+            "single_blocks.*.linear1": "single_transformer_blocks.*.attn.to_qkv_mlp_proj",
+            "single_blocks.*.linear2": "single_transformer_blocks.*.attn.to_out",
+            "single_stream_modulation.lin": "single_stream_modulation.linear",
+            "double_stream_modulation_img.lin": "double_stream_modulation_img.linear",
+            "double_stream_modulation_txt.lin": "double_stream_modulation_txt.linear",
+            "img_in": "x_embedder",
+            "txt_in": "context_embedder",
+            "final_layer.linear": "proj_out",
+            **naming.embedders("time_guidance_embed", time="timestep"),
+        }
+    ),
+    aliases=("transformer.", ""),
+    lost={"kohya": ("guidance_in", "single_stream_modulation", "double_stream_modulation")},
 )
 
 TINY: Mapping[str, Any] = {

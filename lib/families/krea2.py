@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lib import autoencoders, guidance, packing, schedules, shapes, texts, tiny
+from lib import autoencoders, guidance, naming, packing, schedules, shapes, texts, tiny
 from lib.components import load_encoder, load_model
 from lib.errors import InputRefused, Problem
 from lib.family import Conditioning, Facts, Frame, Record, Schedule
@@ -56,6 +56,35 @@ FACTS = Facts(
     reference="krea/Krea-2-Raw",
     diffusers="0.39.0",
     caption_settings=("text_encoder_select_layers",),
+)
+
+_ATTENTION = {"wq": "to_q", "wk": "to_k", "wv": "to_v", "wo": "to_out.0", "gate": "to_gate"}
+_BLOCK = {f"attn.{original}": f"attn.{name}" for original, name in _ATTENTION.items()}
+_BLOCK |= {f"mlp.{name}": f"ff.{name}" for name in ("gate", "up", "down")}
+_BLOCKS = {"blocks.*": "transformer_blocks.*"}
+_BLOCKS |= {f"txtfusion.{k}_blocks.*": f"text_fusion.{k}_blocks.*" for k in ("layerwise", "refiner")}
+
+NAMES = naming.Names(
+    # No kohya file: diffusers takes none for this family. No `.alpha`, which it refuses.
+    layouts={"comfyui": naming.Layout("diffusion_model.", naming.A_B, original=True)},
+    original=naming.by_table(
+        {
+            **{
+                f"{theirs}.{original}": f"{ours}.{name}"
+                for theirs, ours in _BLOCKS.items()
+                for original, name in _BLOCK.items()
+            },
+            "first": "img_in",
+            "last.linear": "final_layer.linear",
+            "tmlp.0": "time_embed.linear_1",
+            "tmlp.2": "time_embed.linear_2",
+            "tproj.1": "time_mod_proj",
+            "txtmlp.1": "txt_in.linear_1",
+            "txtmlp.3": "txt_in.linear_2",
+            "txtfusion.projector": "text_fusion.projector",
+        }
+    ),
+    aliases=("diffusion_model.", "transformer.", ""),
 )
 
 TINY: Mapping[str, Any] = {

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lib import autoencoders, guidance, packing, schedules, shapes, texts, tiny
+from lib import autoencoders, guidance, naming, packing, schedules, shapes, texts, tiny
 from lib.components import load_encoder, load_model
 from lib.family import Conditioning, Facts, Frame, Record, Schedule
 from lib.noise import Flow
@@ -51,6 +51,17 @@ FACTS = Facts(
     noise=Flow,
     reference="Qwen/Qwen-Image",
     diffusers="0.35.0",
+    license="apache-2.0",
+)
+
+NAMES = naming.Names(
+    layouts={
+        "kohya": naming.KOHYA_LAYOUT,
+        # Without `.alpha`, which some readers drop and others refuse beside these halves.
+        "comfyui": naming.Layout("diffusion_model.", naming.A_B, original=False),
+    },
+    original=naming.same_names,
+    aliases=("diffusion_model.", "transformer.", ""),
 )
 
 TINY: Mapping[str, Any] = {

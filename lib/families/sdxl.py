@@ -6,11 +6,12 @@ unmodified.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lib import autoencoders, shapes, tiny
+from lib import autoencoders, naming, shapes, tiny
 from lib import guidance as guidance_rules
 from lib.components import load_encoder, load_model
 from lib.errors import InputRefused, Problem
@@ -54,11 +55,54 @@ FACTS = Facts(
     noise=DDPM,
     reference="stabilityai/stable-diffusion-xl-base-1.0",
     diffusers="0.18",
+    license="openrail++",
     latent_dtypes=("fp32",),  # its autoencoder's activations are made for no less
     caption_settings=("force_zeros_for_empty_prompt",),
 )
 
 TEXT_LAYER = -2  # of both encoders' hidden states
+
+def _original_names(modules: Sequence[str]) -> naming.Groups:
+    """The authors' UNet counts its parts through; a level has one more on the way up."""
+    levels: dict[tuple[str, str], int] = {}
+    for module in modules:
+        if found := re.match(r"(down|up)_blocks\.(\d+)\.resnets\.(\d+)\.", module):
+            side, level, place = found.groups()
+            levels[side, level] = max(levels.get((side, level), 0), int(place) + 1)
+    return {original: (m,) for m in modules if (original := _original_name(m, levels))}
+
+
+def _original_name(module: str, levels: Mapping[tuple[str, str], int]) -> str | None:
+    if module in _EMBEDDINGS:
+        return _EMBEDDINGS[module]
+    found = re.fullmatch(
+        r"(?:(down|up)_blocks\.(\d+)|mid_block)\.(resnets|attentions)\.(\d+)\.(.+)", module
+    )
+    if found is None:
+        return None
+    side, level, kind, place, rest = found.groups()
+    rest = {"time_emb_proj": "emb_layers.1"}.get(rest, rest)
+    if side is None:
+        return f"middle_block.{1 if kind == 'attentions' else 2 * int(place)}.{rest}"
+    inner = 1 if kind == "attentions" else 0
+    before = sum(levels[side, str(one)] for one in range(int(level)))
+    if side == "down":  # the first is the input convolution, and each level ends in a smaller one
+        return f"input_blocks.{1 + before + int(level) + int(place)}.{inner}.{rest}"
+    return f"output_blocks.{before + int(place)}.{inner}.{rest}"
+
+
+_EMBEDDINGS = {
+    "time_embedding.linear_1": "time_embed.0",
+    "time_embedding.linear_2": "time_embed.2",
+    "add_embedding.linear_1": "label_emb.0.0",
+    "add_embedding.linear_2": "label_emb.0.2",
+}
+
+NAMES = naming.Names(
+    layouts={"kohya": naming.KOHYA_LAYOUT, "comfyui": naming.KOHYA_LAYOUT},  # it reads kohya's
+    original=_original_names,
+    aliases=("lora_unet_",),
+)
 
 _CLIP: Mapping[str, Any] = {
     "hidden_size": 32,

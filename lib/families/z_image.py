@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lib import autoencoders, packing, shapes, texts, tiny
+from lib import autoencoders, naming, packing, shapes, texts, tiny
 from lib import guidance as guidance_rules
 from lib.components import load_encoder, load_model
 from lib.errors import InputRefused, Problem
@@ -51,11 +51,38 @@ FACTS = Facts(
     noise=Flow,
     reference="Tongyi-MAI/Z-Image",
     diffusers="0.36",
+    license="apache-2.0",
 )
 
 TEXT_LAYER = -2  # of the encoder's hidden states
 THINKING = True  # the template leaves the answer open, instead of an empty thought
 TURBO_SHIFT = 3.0  # of the distilled base's schedule; the dense one's is 6
+
+_BLOCKS = ("layers.*", "noise_refiner.*", "context_refiner.*")
+_OWN = ("feed_forward.w1", "feed_forward.w2", "feed_forward.w3", "adaLN_modulation.0")
+
+NAMES = naming.Names(
+    layouts={
+        "kohya": naming.KOHYA_LAYOUT,
+        "comfyui": naming.Layout("diffusion_model.", naming.A_B, original=False, alpha=True),
+    },
+    original=naming.by_table(
+        {
+            **{
+                f"{block}.attention.qkv": tuple(f"{block}.attention.to_{part}" for part in "qkv")
+                for block in _BLOCKS
+            },
+            **{f"{block}.attention.out": f"{block}.attention.to_out.0" for block in _BLOCKS},
+            **{f"{block}.{name}": f"{block}.{name}" for block in _BLOCKS for name in _OWN},
+            **{name: name for name in ("t_embedder.mlp.0", "t_embedder.mlp.2", "cap_embedder.1")},
+            "x_embedder": "all_x_embedder.2-1",
+            "final_layer.linear": "all_final_layer.2-1.linear",
+            "final_layer.adaLN_modulation.1": "all_final_layer.2-1.adaLN_modulation.1",
+        }
+    ),
+    aliases=("diffusion_model.", "transformer.", ""),
+    lost={"kohya": ("x_embedder", "final_layer")},
+)
 
 TINY: Mapping[str, Any] = {
     "version": 1,

@@ -25,6 +25,7 @@ def plan(config: Config, inputs: Inputs, store: Store) -> StagePlan:
         adapters=names,
         format=config.export.format,
         dtype=config.export.dtype,
+        prompts=config.export.prompts,
     )
     manifest = Manifest(STAGE, key.digest, key.inputs, {}, {"settings": settings})
     found = files_of(store, manifest) is not None
@@ -33,7 +34,7 @@ def plan(config: Config, inputs: Inputs, store: Store) -> StagePlan:
 
 
 def run(config: Config, inputs: Inputs, store: Store, events: Events) -> Manifest:
-    """Write the files beside their run, never over others, and publish their digests."""
+    """Write the files into a folder of their own beside their run, and publish their digests."""
     planned = plan(config, inputs, store).known()
     if there := files_of(store, planned):
         events.phase(STAGE, "hit", key=planned.key, file=str(there["adapter"]))
@@ -41,26 +42,38 @@ def run(config: Config, inputs: Inputs, store: Store, events: Events) -> Manifes
         assert found is not None
         return found
     events.phase(STAGE, "start")
-    from lib.exporting import export_adapter
+    from lib import cards
+    from lib.exporting import export_adapter, stem_of
 
     folder = runs.completed(store.root, inputs.upstream["train"].key)
     assert folder is not None
     target = files.claim_folder(
         folder / "exports" / f"{config.export.format}-{config.export.dtype}"
     )
-    made = {}
+    told = cards.about(
+        folder.name,
+        config,
+        facts=inputs.family.FACTS,
+        base=inputs.base,
+        train=inputs.upstream["train"],
+    )
+    made, names = {}, {}
     for name in _adapters(config):
         done = export_adapter(
             folder / ADAPTERS[name],
             target if name == "adapter" else target / name,
             config=config,
             family=inputs.family,
-            provenance={"train_key": inputs.upstream["train"].key, "adapter": name},
+            denoiser=inputs.base.component(inputs.family.FACTS.denoiser),
+            provenance=cards.header(told, adapter=name),
+            stem=stem_of(folder.name, adapter=name),
         )
+        cards.write_sidecar(told, done.path, adapter=name)
         made[name] = file_record(done.path)
-        if done.num_flushed:
-            dtype = f"export.dtype={config.export.dtype}"
-            events.warning(f"{name}: {done.num_flushed} values became 0 in {dtype}")
+        names[name] = done.path.relative_to(target).as_posix()
+        for note in done.notes(config.export.dtype):
+            events.warning(f"{name}: {note}")
+    cards.write_card(told, target, made=names)
     payload = {**planned.payload, "files": made}
     published = store.publish(Manifest(STAGE, planned.key, planned.inputs, {}, payload))
     events.phase(STAGE, "done", key=planned.key, file=made["adapter"]["file"])
@@ -69,7 +82,7 @@ def run(config: Config, inputs: Inputs, store: Store, events: Events) -> Manifes
 
 def key_settings(config: Config) -> dict[str, Any]:
     """The settings that enter the key; those of the stages upstream are in theirs."""
-    return chosen(config, "export.format", "export.dtype")
+    return chosen(config, "export.format", "export.dtype", "export.prompts")
 
 
 def _adapters(config: Config) -> list[str]:

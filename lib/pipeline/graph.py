@@ -2,9 +2,10 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import ModuleType
 
-from lib import families
+from lib import families, stopping
 from lib.errors import InputRefused, Problem, StateRefused
 from lib.events import Events
 from lib.family import Facts, Family, process_of
@@ -145,6 +146,9 @@ def _family_rules(config: Config, family: Family) -> Iterator[Problem]:
     if (dtype := config.latents.dtype) not in facts.latent_dtypes:
         why = f"the autoencoder of family={facts.name} needs more"
         yield Problem(f"latents.dtype={dtype}", why, ", ".join(facts.latent_dtypes))
+    if (format := config.export.format) not in (formats := family.NAMES.formats):
+        why = f"diffusers reads no such adapter of family={facts.name}"
+        yield Problem(f"export.format={format}", why, ", ".join(formats))
     if (weighting := config.objective.weighting) not in facts.noise.weightings:
         why, allowed = f"family={facts.name} has none such", ", ".join(facts.noise.weightings)
         yield Problem(f"objective.weighting={weighting}", why, allowed)
@@ -188,8 +192,10 @@ def open_inputs(config: Config) -> Opened:
 
 def ensure(target: str, config: Config, events: Events) -> Manifest:
     """The target's manifest, making whatever is missing; damaged entries are made again."""
+    stop_file = user_path(config.paths.outputs) / stopping.STOP_FILE
+    _refuse_if_stopped(stop_file)
     # Says that this process writes, from the first file on: what it leaves if killed is cleared.
-    with lease(Store(user_path(config.paths.store)), ()):
+    with lease(Store(user_path(config.paths.store)), ()), stopping.watching(stop_file):
         opened = open_inputs(config)
         unbuilt = [b for b in (opened.base, opened.canvas) if isinstance(b, UnbuiltTiny)]
         for base in unbuilt:
@@ -205,6 +211,12 @@ def ensure(target: str, config: Config, events: Events) -> Manifest:
         return _ensure(target, config, opened, events)
 
 
+def _refuse_if_stopped(stop_file: Path) -> None:
+    if stop_file.exists():
+        why, remedy = "asks every run here to stop", "remove the file"
+        raise StateRefused(Problem(str(stop_file), why, remedy=remedy))
+
+
 def _set_aside(found: EntriesDamaged, config: Config, store: Store, events: Events) -> None:
     """Make room for entries that are damaged, unless only the stage itself may run."""
     if config.upstream == "require":
@@ -217,6 +229,7 @@ def _set_aside(found: EntriesDamaged, config: Config, store: Store, events: Even
 def _ensure(target: str, config: Config, opened: Opened, events: Events) -> Manifest:
     made: dict[str, Manifest] = {}
     for stage in order(target):
+        stopping.check()
         module, needs = STAGES[stage]
         inputs = opened.inputs({need: made[need] for need in needs})
         if config.upstream == "require" and stage != target:

@@ -6,6 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from lib import stopping
 from lib.errors import InputRefused, Problem, SamplesFailed
 from lib.events import Events
 from lib.files import user_path
@@ -157,6 +158,7 @@ def _sorted_out(config: Config, found: Discovery, store: Store, events: Events) 
         ):
             inspected.append((candidate, read))
             learnt.append(item)
+            stopping.check()
             events.progress(len(inspected), len(found.candidates), unit="pictures")
     memory.remember_all(item for item in learnt if item)
     return sort_out(inspected, options=config.dataset)

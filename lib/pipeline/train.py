@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lib import runs
+from lib import runs, stopping
 from lib.buckets import PLAN_VERSION, steps_per_epoch
-from lib.errors import InputRefused, Problem
+from lib.errors import InputRefused, Problem, Stopped
 from lib.events import Events
 from lib.family import process_of
 from lib.files import user_path
@@ -61,15 +63,30 @@ def run(config: Config, inputs: Inputs, store: Store, events: Events) -> Manifes
         verify_entries(store, records, events)
         with gathered(team):
             claim = _claim(planned, config, inputs, store, team=team)
-            if not team.leads:
-                _train_run(claim, planned, config, inputs, store, events)
-                team.meet()
-                return manifest
-            with runs.held(store.root, claim):
-                _train(claim, planned, config, inputs, store, events)
-                published = store.publish(manifest)
+            with _meeting(team), stopping.watching(*_stop_files(claim, team)):
+                if not team.leads:
+                    _train_run(claim, planned, config, inputs, store, events)
+                    return manifest
+                with runs.held(store.root, claim):
+                    _train(claim, planned, config, inputs, store, events)
+                    return store.publish(manifest)
+
+
+@contextmanager
+def _meeting(team: Team) -> Iterator[None]:
+    """Leave the block together, when all is in order: torchrun ends all where one ends."""
+    try:
+        yield
+    except Stopped as stopped:
+        if stopped.of_all:
             team.meet()
-            return published
+        raise
+    team.meet()
+
+
+def _stop_files(claim: runs.Claim, team: Team) -> list[Path]:
+    """The run's own, which the first process looks for, for all."""
+    return [claim.folder / stopping.STOP_FILE] if team.leads else []
 
 
 def _claim(
@@ -116,7 +133,8 @@ def _train(
         share = f"{planned.total} of {warmup}"
         events.warning(f"the run ends within its warm-up: {share} of lr_schedule.warmup_steps")
     _show_data(claim, config, inputs)
-    with following(claim.folder, config, events=events, parent=config.tracker.parent):
+    tracker = config.tracker
+    with following(claim.folder, config, events=events, parent=tracker.parent), runs.ending(claim):
         finished = _train_run(claim, planned, config, inputs, store, events)
         release()  # now that no name holds the denoiser
         speed = finished.samples_per_second

@@ -1,6 +1,5 @@
 """The thread that mirrors a run while it trains, and what a run does at its beginning and end."""
 
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -9,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lib.errors import Problem, Stopped
+from lib.errors import Problem
 from lib.events import Events
 from lib.files import StorageFailed
 from lib.schema import Config, TrackerConfig, to_plain
@@ -30,22 +29,20 @@ LATER = "training is not affected; what is missing is sent again, at the latest 
 def following(
     folder: Path, config: Config, *, events: Events, parent: str | None = None
 ) -> Iterator[None]:
-    """Mirror the folder's events during the block; SIGTERM ends the block as Stopped.
+    """Mirror the folder's events during the block.
 
     `parent` is the MLflow run of a sweep. Leaving the block takes END_SECONDS at most.
     """
     if config.tracker.name == "none":
-        with _stopping_on_sigterm():
-            yield
+        yield
         return
     prepare_environment()
     follower = Follower(folder, config, events=events, parent=parent)
     status: Status = "FAILED"
     try:
-        with _stopping_on_sigterm():
-            yield
+        yield
         status = "FINISHED"
-    except (KeyboardInterrupt, Stopped):
+    except KeyboardInterrupt:
         status = "KILLED"
         raise
     except SystemExit as ending:
@@ -212,21 +209,3 @@ def _in_time(tracker: TrackerConfig, action: Callable[[Server], Any], *, seconds
     thread.join(seconds)
     late = _Answer(why=f"the tracker did not take everything within {seconds:g} seconds")
     return answers[0] if answers else late
-
-
-@contextmanager
-def _stopping_on_sigterm() -> Iterator[None]:
-    """SIGTERM raises Stopped on the main thread, unless somebody else handles it."""
-    free = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    if not free or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def stop(_number: int, _frame: Any) -> None:
-        raise Stopped(Problem("SIGTERM", "stopped on request", remedy="the same command resumes"))
-
-    signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)

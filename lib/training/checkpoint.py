@@ -6,16 +6,27 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from lib import files, tensors
+from lib.errors import Problem, StateRefused
 from lib.keys import canonical_json, digest, file_digest
+from lib.optimizers import name_of
 from lib.records import from_stored, to_stored
 
 KEEP = 2
 STATE, MANIFEST = "state.safetensors", "manifest.json"
-_MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+Held = Mapping[str, torch.Tensor | int | float]
+
+
+@dataclass(frozen=True)
+class OptimizerState:
+    """What an optimizer holds for each parameter, by the parameter's name, and which one it is."""
+
+    name: str
+    held: Mapping[str, Held] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -25,30 +36,39 @@ class Checkpoint:
     step: int
     num_samples_seen: int
     adapter: Mapping[str, torch.Tensor]
-    optimizer: Mapping[str, Mapping[str, torch.Tensor]]  # parameter name -> moment -> tensor
+    optimizer: OptimizerState
     ema: Mapping[str, torch.Tensor] = field(default_factory=dict)  # empty without an average
 
 
 def optimizer_state(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.nn.Parameter]
-) -> dict[str, dict[str, torch.Tensor]]:
-    """The optimizer's moments by parameter name."""
-    return {
-        name: {moment: optimizer.state[p][moment].detach() for moment in _MOMENTS}
-        for name, p in parameters.items()
-        if p in optimizer.state
+) -> OptimizerState:
+    """All that the optimizer holds, whatever its tensors and numbers are called."""
+    held = {
+        name: _plain(optimizer.state[p]) for name, p in parameters.items() if p in optimizer.state
     }
+    return OptimizerState(name_of(optimizer), held)
+
+
+def _plain(state: Held) -> Held:
+    return {n: v.detach() if isinstance(v, torch.Tensor) else v for n, v in state.items()}
 
 
 def restore_optimizer(
     optimizer: torch.optim.Optimizer,
     parameters: Mapping[str, torch.nn.Parameter],
-    state: Mapping[str, Mapping[str, torch.Tensor]],
+    state: OptimizerState,
 ) -> None:
-    """Put saved moments back, each on its parameter's device."""
-    for name, moments in state.items():
-        parameter = parameters[name]
-        optimizer.state[parameter] = {m: t.to(parameter.device) for m, t in moments.items()}
+    """Put back what was held, tensors on their parameter's device; of another one it is refused."""
+    if (live := name_of(optimizer)) != state.name:
+        why = f"the run's checkpoint is of {state.name}, and its moments fit no other"
+        remedy = f"go on where {state.name} works, or train again with rerun=true"
+        raise StateRefused(Problem(f"optimizer.name={live}", why, state.name, remedy))
+    for name, held in state.held.items():
+        where = parameters[name].device
+        optimizer.state[parameters[name]] = {
+            n: v.to(where) if isinstance(v, torch.Tensor) else v for n, v in held.items()
+        }
 
 
 def save(folder: Path, checkpoint: Checkpoint, *, train_key: str) -> Path:
@@ -58,8 +78,7 @@ def save(folder: Path, checkpoint: Checkpoint, *, train_key: str) -> Path:
     if not path.exists():
         flat = {f"adapter/{name}": t for name, t in checkpoint.adapter.items()}
         flat |= {f"ema/{name}": t for name, t in checkpoint.ema.items()}
-        for name, moments in checkpoint.optimizer.items():
-            flat |= {f"{moment}/{name}": t for moment, t in moments.items()}
+        flat |= {f"optimizer/{at}": t for at, t in _tensors(checkpoint.optimizer)}
         with files.staged_folder(path) as staged:
             data = tensors.encode(to_stored(flat), metadata={"train_key": train_key})
             files.write_bytes(staged / STATE, data)
@@ -67,6 +86,10 @@ def save(folder: Path, checkpoint: Checkpoint, *, train_key: str) -> Path:
                 "step": checkpoint.step,
                 "num_samples_seen": checkpoint.num_samples_seen,
                 "train_key": train_key,
+                "optimizer": {
+                    "name": checkpoint.optimizer.name,
+                    "numbers": _numbers(checkpoint.optimizer),
+                },
                 "files": {STATE: file_digest(staged / STATE)},
             }
             sealed = {**record, "digest": digest(record)}
@@ -92,17 +115,38 @@ def load(path: Path, *, train_key: str) -> Checkpoint:
     if file_digest(path / STATE) != record["files"][STATE]:
         raise ValueError(f"the digest of {STATE} does not match")
     state = from_stored(tensors.decode((path / STATE).read_bytes()).tensors)
-    optimizer: dict[str, dict[str, torch.Tensor]] = {}
-    for moment in _MOMENTS:
-        for name, tensor in _under(moment, state):
-            optimizer.setdefault(name, {})[moment] = tensor
     return Checkpoint(
         step=record["step"],
         num_samples_seen=record["num_samples_seen"],
         adapter=dict(_under("adapter", state)),
-        optimizer=optimizer,
+        optimizer=_optimizer(record["optimizer"], dict(_under("optimizer", state))),
         ema=dict(_under("ema", state)),
     )
+
+
+def _tensors(state: OptimizerState) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each tensor by its own name and its parameter's."""
+    for name, held in state.held.items():
+        for own, value in held.items():
+            if isinstance(value, torch.Tensor):
+                yield f"{own}/{name}", value
+
+
+def _numbers(state: OptimizerState) -> dict[str, dict[str, Any]]:
+    """The plain numbers of each parameter, such as a count of steps."""
+    return {
+        name: {n: v for n, v in held.items() if not isinstance(v, torch.Tensor)}
+        for name, held in state.held.items()
+    }
+
+
+def _optimizer(record: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> OptimizerState:
+    """What `_tensors` and `_numbers` took apart."""
+    held: dict[str, dict[str, Any]] = {n: dict(v) for n, v in record["numbers"].items()}
+    for at, tensor in tensors.items():
+        own, _, name = at.partition("/")
+        held[name][own] = tensor
+    return OptimizerState(record["name"], held)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
 
-from lib import adapter
+from lib import adapter, stopping
 from lib.batches import StepBatches
 from lib.errors import DarkroomError, Problem
 from lib.events import Events
@@ -78,9 +78,15 @@ def train(
 ) -> Finished:
     """Run all groups; a checkpoint every `trainer.save_every` steps and at the end.
 
-    `after_step` is called with the number of steps done, once their checkpoint is written.
+    `after_step` is called with the number of steps done, once their checkpoint is written. A
+    request to stop ends the loop after the step, with a checkpoint.
     """
     progress, loss, steps = Progress(num_samples_seen), float("nan"), 0
+
+    def save(step: int) -> None:
+        if trainer.team.leads:
+            _save(trainer, step, progress, folder=folder, train_key=train_key)
+
     for group in groups:
         rate = learning_rate(
             config.lr_schedule,
@@ -95,10 +101,17 @@ def train(
         loss, steps, done = result.loss, steps + 1, group.step + 1
         _report(events, done, result, rate=rate, progress=progress)
         events.progress(done, total_steps, unit="steps")
-        due = done % config.trainer.save_every == 0 or done == total_steps
-        if due and trainer.team.leads:
-            _save(trainer, done, progress, folder=folder, train_key=train_key)
-        progress.aside(after_step, done)
+        if done % config.trainer.save_every == 0 or done == total_steps:
+            save(done)
+        stops = result.asked
+        if not stops:
+            progress.aside(after_step, done)
+            stops = trainer.team.size == 1 and bool(trainer.asked())
+        if stops:
+            if saves := not stopping.discards():
+                save(done)
+            kept = "saved" if saves else "not saved"
+            raise stopping.stopped(f"after step {done}, {kept}", of_all=True)
     return Finished(steps, last_loss=loss, samples_per_second=progress.samples_per_second)
 
 

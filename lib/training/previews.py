@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Event
@@ -21,6 +21,8 @@ from lib.events import Events
 from lib.training.step import Trainer
 
 MOST_WAITING = 4  # copies of the adapter held; a fifth makes the step wait, and says so
+
+POLL_SECONDS = 0.1
 
 Weights = dict[str, dict[str, torch.Tensor]]  # by column
 
@@ -64,8 +66,12 @@ class Previews:
         self._drawn.append(self._thread.submit(self._draw, step, weights))
 
     def finish(self) -> None:
-        """Wait for what was asked for."""
+        """Wait for what was asked for, or until a stop is."""
         for number, future in enumerate(self._drawn, start=1):
+            while not future.done() and not self._trainer.asked():
+                wait([future], timeout=POLL_SECONDS)
+            if not future.done():
+                return
             future.result()
             self._events.progress(number, len(self._drawn), unit="grids")
 
@@ -73,6 +79,10 @@ class Previews:
         """Give up what is not drawn yet; returns within one call of the denoiser."""
         self._cancelled.set()
         self._thread.shutdown(cancel_futures=True)
+
+    def path_of(self, step: int) -> Path:
+        """Where the grid of a step lies."""
+        return self._folder / f"step-{step:06d}.png"
 
     def _raise_faults(self) -> None:
         for future in self._drawn:
@@ -85,7 +95,7 @@ class Previews:
                 columns = {name: self._column(one) for name, one in weights.items()}
         except _Cancelled:
             return
-        path = self._folder / f"step-{step:06d}.png"
+        path = self.path_of(step)
         pictures.save(self._sampler.grid(columns), path)
         self._events.picture(step, str(path))
 

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
-from lib import adapter, ema, files, tensors
+from lib import adapter, ema, files, stopping, tensors
 from lib.ahead import ahead
 from lib.batches import Assembler, Plan, Records, slots_of
 from lib.device import pick_device, without_cudnn_attention
@@ -16,17 +16,16 @@ from lib.errors import Problem, StateRefused
 from lib.events import Events
 from lib.family import Family, process_of
 from lib.hub import Base
-from lib.optimizers import make_optimizer
+from lib.optimizers import make_optimizer, usable
 from lib.records import DTYPES, to_stored
 from lib.runs import ADAPTER_FILE, EMA_FILE, Claim
 from lib.schema import Config
-from lib.signals import insisting
 from lib.store import Manifest, Store
 from lib.team import ALONE, Team
 from lib.training import checkpoint
 from lib.training.loop import Finished, train
 from lib.training.step import Trainer
-from lib.training.watching import Watch, watching
+from lib.training.watching import Watch, micro_batch_of, watching
 
 Upstream = Mapping[str, Manifest]
 
@@ -68,14 +67,8 @@ def train_run(
         if team.leads
         else nullcontext(Watch(config, total_steps, None, None))
     )
-    with insisting() as check, without_cudnn_attention(), watched as watch:
-
-        def after_step(step: int) -> None:
-            check()
-            watch(step)
-
-        if start == 0:
-            watch(0)
+    with stopping.deferring(), without_cudnn_attention(), watched as watch:
+        watch.begin(start)
         finished = train(
             trainer,
             ahead(assembler.step, groups),
@@ -85,10 +78,12 @@ def train_run(
             folder=folder,
             train_key=claim.key,
             events=events,
-            after_step=after_step,
+            after_step=watch,
         )
-    if team.leads:
-        _write_adapter(trainer, claim)
+        if team.leads:
+            if stopping.asked():  # while the last step was looked at
+                raise stopping.stopped(f"after step {total_steps}, saved", of_all=True)
+            _write_adapter(trainer, claim)
     return replace(finished, held_out=watch.held_out())
 
 
@@ -107,15 +102,19 @@ def make_trainer(
         denoiser.enable_gradient_checkpointing()  # diffusers' default is the non-reentrant kind
         reason = "less memory, about a third more time"
         events.decision("gradient_checkpointing", True, source="config", reason=reason)
-    counts = ", ".join(f"{target} {count}" for target, count in injected.matches.items())
-    events.decision("adapter.targets", counts, source="base", reason="modules that each matches")
+    for name, matched in (("targets", injected.matches), ("rank_pattern", injected.patterns)):
+        counts = ", ".join(f"{target} {count}" for target, count in matched.items())
+        if counts:
+            reason = "modules that each matches"
+            events.decision(f"adapter.{name}", counts, source="base", reason=reason)
     if config.adapter.dropout > 0:
         denoiser.train()
+    optimizer = usable(config.optimizer, device=device, events=events, team=team)
     return Trainer(
         family=family,
         denoiser=denoiser,
         parameters=injected.parameters,
-        optimizer=make_optimizer(injected.parameters.values(), config.optimizer),
+        optimizer=make_optimizer(injected.parameters.values(), optimizer),
         device=device,
         autocast_dtype=None if config.precision.mode == "fp32" else dtype,
         max_grad_norm=config.trainer.max_grad_norm,
@@ -124,6 +123,7 @@ def make_trainer(
         ema_decay=config.trainer.ema_decay,
         ema=ema.start(injected.parameters) if config.trainer.ema_decay > 0 else {},
         team=team,
+        asked=stopping.asked,
     )
 
 
@@ -158,7 +158,7 @@ def make_assembler(
         process=process_of(family, base),
         timesteps=config.timesteps,
         objective=config.objective,
-        micro_batch=config.trainer.micro_batch or config.trainer.batch_size // team.size,
+        micro_batch=micro_batch_of(config, team),
         caption_dropout=config.trainer.caption_dropout,
         unconditional=captions.payload["unconditional"],
         team=team,

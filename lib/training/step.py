@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,17 +13,22 @@ from lib import ema, shapes
 from lib.batches import Batch, StepBatches
 from lib.family import Family
 from lib.objectives import group_loss, per_sample_loss
+from lib.optimizers import update
 from lib.random import seed64
 from lib.team import ALONE, Team
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step reports; `finite` False means that the update was skipped on the device."""
+    """What a step reports; `finite` False means that the update was skipped.
+
+    `asked`: some process of the run is to stop, and all know it.
+    """
 
     loss: float
     grad_norm: float
     finite: bool
+    asked: bool = False
 
 
 @dataclass
@@ -33,7 +38,7 @@ class Trainer:
     family: Family
     denoiser: Any
     parameters: Mapping[str, torch.nn.Parameter]
-    optimizer: torch.optim.AdamW
+    optimizer: torch.optim.Optimizer
     device: torch.device
     autocast_dtype: torch.dtype | None
     max_grad_norm: float
@@ -43,13 +48,12 @@ class Trainer:
     ema: dict[str, torch.Tensor] = field(default_factory=dict)
     guidance: float = 1.0
     team: Team = ALONE
+    asked: Callable[[], str] = lambda: ""  # whether this process is to stop
     _learning: tuple[bool, ...] = ()  # of several processes: which parameters have a gradient
 
     def step(self, group: StepBatches, *, rate: float) -> StepResult:
         """Gradients over all micro-batches, one update; raises nothing on a non-finite loss."""
         self.optimizer.zero_grad(set_to_none=True)
-        for param_group in self.optimizer.param_groups:
-            param_group["lr"].fill_(rate)
         loss = torch.zeros((), device=self.device)
         for number, batch in zip(group.numbers, group.batches, strict=True):
             self._seed_dropout(group.step, number)
@@ -57,15 +61,14 @@ class Trainer:
             share = self._loss(batch.to(self.device), float(group.num_samples))
             share.backward()
             loss += share.detach()
-        loss = self._share_gradients(loss)
+        loss, asked = self._shared(loss, asked=bool(self.asked()))
         norm = self._clip()
         finite = torch.isfinite(loss) & torch.isfinite(norm)
-        # The fused kernel reads found_inf on the device: no weight moves on a non-finite step.
-        self.optimizer.found_inf = (~finite).float()  # type: ignore[attr-defined]
-        self.optimizer.grad_scale = None  # type: ignore[attr-defined]
-        self.optimizer.step()
+        update(self.optimizer, rate=rate, finite=finite)
         self.team.settle(self.device)
-        result = StepResult(loss=float(loss), grad_norm=float(norm), finite=bool(finite))
+        result = StepResult(
+            loss=float(loss), grad_norm=float(norm), finite=bool(finite), asked=bool(asked)
+        )
         if result.finite and self.ema:
             ema.update(self.ema, self.parameters, number=group.step + 1, decay=self.ema_decay)
         return result
@@ -85,21 +88,26 @@ class Trainer:
         losses = per_sample_loss(self.predict(batch), batch.target) * batch.loss_weights
         return group_loss(losses, batch.weights, total_weight=total_weight)
 
-    def _share_gradients(self, loss: torch.Tensor) -> torch.Tensor:
-        """Sums over all processes, of gradients and loss: each has a part of the group's mean."""
+    def _shared(self, loss: torch.Tensor, *, asked: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sums over all processes, of gradients, loss, and who is asked to stop.
+
+        Each process has a part of the group's mean.
+        """
+        asks = torch.tensor([float(asked)])
         if self.team.size == 1:
-            return loss
+            return loss, asks
+        asks = asks.to(self.device, non_blocking=True)
         parameters = list(self.parameters.values())
         if not self._learning:
             self._learning = self._learning_anywhere(parameters)
         for parameter in parameters:
             if parameter.grad is None:  # this process had no part in the group
                 parameter.grad = torch.zeros_like(parameter)
-        *gradients, loss = self.team.summed([*(p.grad for p in parameters), loss])
+        *gradients, loss, asks = self.team.summed([*(p.grad for p in parameters), loss, asks])
         # What never has a gradient must have none, not zeros: it would still decay.
         for parameter, gradient, learns in zip(parameters, gradients, self._learning, strict=True):
             parameter.grad = gradient if learns else None
-        return loss
+        return loss, asks
 
     def _learning_anywhere(self, parameters: Sequence[torch.nn.Parameter]) -> tuple[bool, ...]:
         """Which parameters have a gradient in any process; asked once, since it waits."""

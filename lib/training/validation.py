@@ -135,6 +135,10 @@ class Validator:
         if self.trainer.ema:
             with averaged(self.trainer):
                 measured[AVERAGE] = self._measured()
+        if self.trainer.asked():  # it was cut short: it is measured where the run goes on
+            if self.trainer.team.size > 1:  # which is a step later, since the others are at it
+                self.events.warning(f"the held-out loss of step {step} is not measured: stopping")
+            return
         self._losses[str(step)] = {name: _per_picture(losses) for name, losses in measured.items()}
         files.write_json(self.folder / FILE, self._losses)
         self.events.metric(step, **_shown(measured))
@@ -157,6 +161,8 @@ class Validator:
         training, found = denoiser.training, []
         denoiser.eval()
         for batch in self.held_out.batches():
+            if self.trainer.asked():
+                break
             losses = self._losses_of(batch.to(self.trainer.device))
             rows = zip(batch.names, batch.level.tolist(), losses, batch.weights, strict=True)
             noisiness = self.held_out.process.noisiness

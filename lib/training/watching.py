@@ -15,6 +15,7 @@ from lib.noise import NoiseProcess
 from lib.runs import Claim
 from lib.schema import Config
 from lib.store import Manifest, Store
+from lib.team import ALONE, Team
 from lib.training.previews import Previews
 from lib.training.step import Trainer
 from lib.training.validation import HeldOut, Validator, fixed_draws
@@ -31,10 +32,22 @@ class Watch:
     validator: Validator | None
     previews: Previews | None
 
+    def begin(self, step: int) -> None:
+        """Before the first step, or where a run goes on: what an earlier attempt did not get to."""
+        if self.previews and step and not self.previews.path_of(step).exists():
+            self._ask(step)
+        self._measure(step)
+
     def __call__(self, step: int) -> None:
+        self._measure(step)
+        self._ask(step)
+
+    def _measure(self, step: int) -> None:
         every = self.config.validation.every
         if self.validator and (step % every == 0 or step == self.total_steps):
             self.validator.measure(step)
+
+    def _ask(self, step: int) -> None:
         if self.previews and step and step % self.config.sample.every == 0:
             self.previews.ask(step)
 
@@ -60,7 +73,7 @@ def watching(
     validator = previews = None
     if config.validation.fraction:
         process = process_of(trainer.family, base)
-        held_out = make_held_out(config, trainer.family, process, upstream, store)
+        held_out = make_held_out(config, trainer.family, process, upstream, store, trainer.team)
         validator = Validator(trainer, held_out, claim.folder, events)
     if config.sample.every:
         sampler = Sampler(config, trainer.family, base, base, request, store)
@@ -75,7 +88,12 @@ def watching(
 
 
 def make_held_out(
-    config: Config, family: Family, process: NoiseProcess, upstream: Upstream, store: Store
+    config: Config,
+    family: Family,
+    process: NoiseProcess,
+    upstream: Upstream,
+    store: Store,
+    team: Team = ALONE,
 ) -> HeldOut:
     """The fixed draws over the held-out pictures, each once whatever its repeats."""
     prepared = upstream["prepare_dataset"].payload
@@ -101,5 +119,10 @@ def make_held_out(
         process=process,
         records=Records(store, max_bytes=config.latents.max_bytes),
         constants=latents["constants"],
-        batch_size=config.trainer.micro_batch or config.trainer.batch_size,
+        batch_size=micro_batch_of(config, team),
     )
+
+
+def micro_batch_of(config: Config, team: Team) -> int:
+    """Rows of one forward: what is set, else all that a process has of a group."""
+    return config.trainer.micro_batch or config.trainer.batch_size // team.size

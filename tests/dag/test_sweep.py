@@ -1,5 +1,8 @@
 """Sweeps: one encode, a run a combination, a table and one picture; a failure stops no other."""
 
+import os
+import signal
+
 import pytest
 
 
@@ -25,7 +28,9 @@ def sweep(settings, capsys, monkeypatch):
 def table_of(printed: str) -> dict[str, str]:
     """Result by overrides, of the table at the end."""
     lines = printed[printed.rindex("\noverrides") :].strip().splitlines()[1:]
-    rows = [line.split("  ") for line in lines if line.startswith(("adapter", "optimizer", "("))]
+    rows = [
+        line.split("  ") for line in lines if line.startswith(("adapter", "optimizer", "seed", "("))
+    ]
     return {row[0].strip(): next(cell.strip() for cell in row[1:] if cell.strip()) for row in rows}
 
 
@@ -50,6 +55,27 @@ def test_a_failing_combination_does_not_stop_the_others(sweep, tmp_path):
         "adapter.rank=0": "failed (2)",
         "adapter.rank=4": "done",
     }
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_a_stop_ends_the_sweep_and_the_same_sweep_goes_on(sweep, monkeypatch, tmp_path):
+    from lib.training.step import Trainer
+
+    whole = Trainer.step
+
+    def interrupted(self, group, *, rate):
+        if self.seed == 1 and group.step == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        return whole(self, group, rate=rate)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "step", interrupted)
+        code, printed = sweep("seed=0,1,2")
+    assert code == 75
+    assert table_of(printed) == {"seed=0": "done", "seed=1": "stopped", "seed=2": "not started"}
+    code, printed = sweep("seed=0,1,2")
+    assert code == 0
+    assert table_of(printed) == {"seed=0": "hit", "seed=1": "done", "seed=2": "done"}
 
 
 def test_each_run_of_a_sweep_is_the_run_alone(sweep, ensure, results_of, tmp_path):

@@ -23,6 +23,8 @@ def team(tmp_path, configure):
     """
 
     def run(*overrides, stage="train", size=2, meddle=lambda rank: None, **options):
+        from lib import stopping
+
         config, port, log = configure(*overrides, **options), free_port(), tmp_path / "log"
         log.unlink(missing_ok=True)
 
@@ -31,7 +33,8 @@ def team(tmp_path, configure):
             os.environ.update({name: str(value) for name, value in names.items()})
             os.environ["MASTER_ADDR"] = "127.0.0.1"
             meddle(rank)
-            ensure_here(stage, config, leads=rank == 0)
+            with stopping.heeding():
+                ensure_here(stage, config, leads=rank == 0)
 
         children = [crashes.started(lambda rank=rank: job(rank), log=log) for rank in range(size)]
         codes = [crashes.ended(child) for child in children]
@@ -164,6 +167,24 @@ def test_when_one_is_killed_in_a_step_the_other_ends_with_a_word_and_the_run_res
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("asked", [0, 1])
+def test_one_that_is_asked_to_stop_stops_both_after_the_same_step(team, ensure, tmp_path, asked):
+    ensure("train", root=tmp_path / "whole")
+    meddle = ends_at(2, number=signal.SIGTERM, ranks=(asked,))
+    codes, said = team("trainer.save_every=100", meddle=meddle, root=tmp_path / "parts")
+    assert codes == [75, 75], said
+    assert said.count("after step 3, saved") == 2
+    (saved,) = tmp_path.glob("parts/outputs/*/checkpoints/*")
+    assert saved.name == "step-00000003"
+    (record,) = tmp_path.glob("parts/outputs/*/run.json")
+    by = "SIGTERM" if asked == 0 else "another process"
+    assert json.loads(record.read_text())["ended"] == {"state": "stopped", "why": by, "step": 3}
+    codes, said = team(root=tmp_path / "parts")
+    assert codes == [0, 0], said
+    assert_same_run(tmp_path / "parts", tmp_path / "whole")
+
+
+@pytest.mark.slow
 def test_a_number_that_is_not_finite_on_one_stops_both_with_the_good_weights(team, tmp_path):
     def poison(rank):
         from lib.training.step import Trainer
@@ -196,6 +217,18 @@ def test_a_run_of_another_is_refused_to_both_with_one_word(team, ensure, configu
     codes, said = team()
     assert codes == [4, 4], said
     assert said.count("is running") == 1
+
+
+def test_held_out_pictures_are_measured_in_batches_of_one_process_s_share(encoded):
+    from lib.family import process_of
+    from lib.team import Team
+    from lib.training.watching import make_held_out
+
+    config, opened, upstream = encoded("trainer.batch_size=6", "validation.fraction=0.3")
+    process = process_of(opened.family, opened.base)
+    given = (config, opened.family, process, upstream, opened.store)
+    sizes = [make_held_out(*given, Team(0, size)).batch_size for size in (1, 2, 3)]
+    assert sizes == [6, 3, 2]
 
 
 def test_the_parts_of_a_team_are_the_whole_of_one(encoded):

@@ -231,6 +231,7 @@ import os, signal, sys
 sys.path.insert(0, {checkout!r})
 from lib.events import Events
 from lib.pipeline import graph
+from lib.stopping import heeding
 from lib.tracking import follower
 from lib.training import step
 from stages import guarded
@@ -245,7 +246,9 @@ def dying_step(self, group, *, rate):
     return whole_step(self, group, rate=rate)
 
 step.Trainer.step = dying_step
-sys.exit(guarded(lambda: graph.ensure("train", compose({overrides!r}), Events()) and 0))
+with heeding():
+    code = guarded(lambda: graph.ensure("train", compose({overrides!r}), Events()) and 0)
+sys.exit(code)
 """
 
 

@@ -184,11 +184,11 @@ def started(action: Callable[[], object], *, log: Path) -> int:
 
 
 def _exit_code(action: Callable[[], object]) -> int:
-    from lib.errors import DarkroomError
+    from lib.errors import DarkroomError, Stopped
 
     try:
         action()
-    except DarkroomError as error:
+    except (DarkroomError, Stopped) as error:
         os.write(2, f"{error}\n".encode())
         return error.exit_code
     return 0

@@ -1,6 +1,7 @@
 import pytest
 import torch
-from diffusers import FluxTransformer2DModel
+from diffusers import FluxPipeline, FluxTransformer2DModel
+from diffusers.loaders.lora_base import LORA_WEIGHT_NAME_SAFE
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -152,3 +153,139 @@ def test_alpha_over_rank_scales_the_adapter_and_dropout_is_passed_on():
     adapter.inject(model, AdapterConfig(rank=4, alpha=2.5, targets=["to_q"]), seed=0)
     layer = model.get_submodule("transformer_blocks.0.attn.to_q")
     assert layer.scaling["default"] == 2.5 / 4
+
+
+RANKS = {"to_q": 2, "single_transformer_blocks.*.attn.to_k": 12, "ff.net.2": 4}
+WIDE = {"rank": 8, "targets": ["to_q", "to_k", "to_out.0", "ff.net.2"], "rank_pattern": RANKS}
+
+
+def rank_of(module, config):
+    """The rank that a module should have, by its name as written out here."""
+    if module.endswith("to_q"):
+        return 2
+    if module.startswith("single_transformer_blocks.") and module.endswith(".attn.to_k"):
+        return 12
+    return 4 if module.endswith("ff.net.2") else config.rank
+
+
+def filled(model):
+    """The adapter's tensors by module, once they hold numbers other than zero."""
+    source = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in adapter.parameters_of(model).values():
+            parameter.copy_(torch.randn(parameter.shape, generator=source) / 8)
+    pairs = {}
+    for name, tensor in adapter.state_dict(model).items():
+        module, _, which = name.partition(".lora_")
+        pairs.setdefault(module, {})[which[0]] = tensor
+    return pairs
+
+
+def deltas(model, base):
+    """What merging adds to each weight."""
+    found = {}
+    for name, module in model.named_modules():
+        if hasattr(module, "merge"):
+            module.merge()
+            found[name] = module.base_layer.weight.detach() - base.get_submodule(name).weight
+    return found
+
+
+@pytest.mark.parametrize("rslora", [False, True])
+@pytest.mark.parametrize("alpha", [8.0, 16.0, 3.0])
+@pytest.mark.parametrize("pattern", [{}, RANKS])
+def test_every_module_s_output_has_one_scale_whatever_its_rank(rslora, alpha, pattern):
+    config = AdapterConfig(**{**WIDE, "rank_pattern": pattern}, alpha=alpha, rslora=rslora)
+    model = denoiser()
+    adapter.inject(model, config, seed=0)
+    pairs, expected = filled(model), alpha / (8**0.5 if rslora else 8)
+    added = deltas(model, denoiser())
+    assert added.keys() == pairs.keys()
+    for module, delta in added.items():
+        product = pairs[module]["B"] @ pairs[module]["A"]
+        scale = float((delta * product).sum() / product.square().sum())
+        assert scale == pytest.approx(expected, rel=1e-4), module
+        assert torch.allclose(delta, expected * product, atol=1e-5)
+
+
+def test_a_pattern_gives_the_modules_it_names_their_rank_and_no_others():
+    config = AdapterConfig(**WIDE, alpha=8.0)
+    model = denoiser()
+    found = adapter.inject(model, config, seed=0)
+    pairs = filled(model)
+    ranks = {module: pair["A"].shape[0] for module, pair in pairs.items()}
+    assert ranks == {module: rank_of(module, config) for module in pairs}
+    assert set(ranks.values()) == {2, 4, 8, 12}
+    assert all(pair["B"].shape[1] == ranks[module] for module, pair in pairs.items())
+    counts = [sum(rank == given for rank in ranks.values()) for given in RANKS.values()]
+    assert [*found.patterns] == [*RANKS]
+    assert [*found.patterns.values()] == counts
+    assert found.matches.keys() == set(config.targets)
+
+
+def test_a_has_a_std_of_one_over_its_own_rank():
+    config = AdapterConfig(rank=4, targets=["to_q", "to_k"], rank_pattern={"to_q": 16})
+    parameters = injected(config)
+    for leaf, rank in (("to_q", 16), ("to_k", 4)):
+        downs = [p.detach().flatten() for n, p in parameters.items() if f"{leaf}.lora_A" in n]
+        assert float(torch.cat(downs).std()) == pytest.approx(1 / rank, rel=0.1)
+
+
+def test_a_rank_pattern_leaves_the_numbers_of_other_modules_alone():
+    plain = injected(AdapterConfig(rank=4, targets=["to_q", "to_k"]))
+    ranked = injected(AdapterConfig(rank=4, targets=["to_q", "to_k"], rank_pattern={"to_q": 2}))
+    assert plain.keys() == ranked.keys()
+    for name, parameter in plain.items():
+        assert torch.equal(parameter, ranked[name]) == (".to_q." not in name)
+
+
+def test_patterns_that_match_nothing_are_refused_beside_the_targets_that_do_not():
+    pattern = {"to_v": 2, "q": 2, "to_q": 2}
+    config = AdapterConfig(rank=4, targets=["to_q", "to_x"], rank_pattern=pattern)
+    with pytest.raises(InputRefused) as caught:
+        adapter.inject(denoiser(), config, seed=0)
+    problems = {problem.subject: problem for problem in caught.value.problems}
+    assert problems.keys() == {
+        "adapter.rank_pattern=q",
+        "adapter.rank_pattern=to_v",
+        "adapter.targets=to_x",
+    }
+    assert problems["adapter.rank_pattern=to_v"].allowed == "to_q"
+
+
+def test_two_ranks_for_one_module_are_refused_and_one_told_twice_is_not():
+    def inject(pattern):
+        config = AdapterConfig(rank=4, targets=["to_q", "to_k"], rank_pattern=pattern)
+        return adapter.inject(denoiser(), config, seed=0)
+
+    with pytest.raises(InputRefused) as caught:
+        inject({"to_q": 2, "transformer_blocks.*.attn.to_q": 8, "to_k": 8})
+    subjects = [problem.subject for problem in caught.value.problems]
+    assert subjects == ["adapter.rank_pattern=to_q:2, transformer_blocks.*.attn.to_q:8"]
+    inject({"to_q": 2, "transformer_blocks.*.attn.to_q": 2})
+
+
+@pytest.mark.parametrize("change", [{"rslora": True}, {"rank_pattern": RANKS}])
+def test_peft_s_description_in_a_file_adds_the_same_in_diffusers_own_pipeline(change, tmp_path):
+    config = AdapterConfig(**{"rank": 8, "targets": WIDE["targets"], "alpha": 16.0, **change})
+    model, base = denoiser(), denoiser()
+    adapter.inject(model, config, seed=0)
+    filled(model)
+    described = adapter.peft_config(config).to_dict()
+    FluxPipeline.save_lora_weights(
+        str(tmp_path),
+        transformer_lora_layers=adapter.state_dict(model),
+        transformer_lora_adapter_metadata={
+            name: sorted(value) if isinstance(value, set) else value
+            for name, value in described.items()
+        },
+    )
+    theirs = denoiser()
+    state, *_, metadata = FluxPipeline.lora_state_dict(
+        str(tmp_path), weight_name=LORA_WEIGHT_NAME_SAFE, return_lora_metadata=True
+    )
+    FluxPipeline.load_lora_into_transformer(state, None, theirs, metadata=metadata)
+    ours, loaded = deltas(model, base), deltas(theirs, base)
+    assert ours.keys() == loaded.keys()
+    assert all(torch.allclose(ours[name], loaded[name], atol=1e-6) for name in ours)
+    assert max(float(delta.abs().max()) for delta in ours.values()) > 0.01

@@ -263,6 +263,8 @@ def another(value):
         return not value
     if isinstance(value, list):
         return [*value, "to_q"]
+    if isinstance(value, dict):
+        return {**value, "to_q": 8}
     return f"{value}x" if isinstance(value, str) else (value or 0) + 1
 
 

@@ -30,6 +30,7 @@ BROKEN = {
     "latents.max_bytes": [-1, 2**50 + 1],
     "encode.batch_size": [0, 1025],
     "adapter.rank": [0, -1, 321],
+    "adapter.rank_pattern": [{"to_q": 0}, {"to_q": 321}, {"to_q": 4, "to_k": -1}, {"": 4}],
     "adapter.targets": [[], [""], ["to_q", ""]],
     "adapter.dropout": [-0.1, 1.0, NAN],
     "timesteps.density": ["beta"],

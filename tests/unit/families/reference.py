@@ -13,7 +13,7 @@ import yaml
 from lib import adapter, objectives
 from lib.exporting import export_adapter
 from lib.family import process_of
-from lib.hub import Base
+from lib.hub import Base, Component
 from lib.memory import Memory
 from lib.random import normal
 from lib.records import to_stored
@@ -182,8 +182,9 @@ def exported(family, denoiser, folder, config):
     """The adapter in a file that `load_lora_weights` reads; its path."""
     source = folder / "adapter.safetensors"
     source.write_bytes(encode(to_stored(adapter.state_dict(denoiser)), metadata={}))
-    options = {"config": Config(adapter=config), "family": family, "provenance": {}}
-    return export_adapter(source, folder, **options).path
+    made_of = Component(type(denoiser).__name__, config=dict(denoiser.config), weights={})
+    options = {"config": Config(adapter=config), "family": family, "denoiser": made_of}
+    return export_adapter(source, folder, provenance={}, **options).path
 
 
 def train(parameters, loss, *, steps=60, lr=1e-2):

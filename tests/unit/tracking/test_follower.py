@@ -1,7 +1,6 @@
 """The thread beside a run: what ends it how, and that no failure of the tracker reaches the run."""
 
 import os
-import signal
 import subprocess
 import sys
 import textwrap
@@ -41,7 +40,7 @@ def steps(server):
         (SystemExit(0), "FINISHED"),
         (SystemExit(), "FINISHED"),
         (KeyboardInterrupt(), "KILLED"),
-        (Stopped(Problem("a", "b")), "KILLED"),
+        (Stopped("SIGTERM", by="SIGTERM"), "KILLED"),
     ],
     ids=repr,
 )
@@ -58,27 +57,6 @@ def test_a_run_that_ends_well_is_finished_and_sent(fake, followed):
     assert followed().warnings == []
     assert (fake.ended, steps(fake)) == ("FINISHED", [1, 2, 3])
     assert Journal(followed.folder).progress.sent
-
-
-def test_sigterm_stops_the_run_as_killed_and_the_handler_is_put_back(fake, followed):
-    with pytest.raises(Stopped, match="resumes") as stopped:
-        followed(lambda _events: os.kill(os.getpid(), signal.SIGTERM))
-    assert stopped.value.exit_code == 75
-    assert fake.ended == "KILLED"
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-
-
-def test_a_handler_of_somebody_else_stays(fake, followed):
-    def theirs(_number, _frame):
-        pass
-
-    before = signal.signal(signal.SIGTERM, theirs)
-    try:
-        followed(lambda _events: os.kill(os.getpid(), signal.SIGTERM))
-        assert signal.getsignal(signal.SIGTERM) is theirs
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    assert fake.ended == "FINISHED"
 
 
 def test_events_are_sent_while_the_run_goes_on_and_never_from_its_thread(fake, followed, until):
@@ -163,11 +141,6 @@ def test_without_a_tracker_there_is_no_thread_and_no_file(tmp_path, valid, fake)
         assert threading.active_count() == before
     assert list(tmp_path.iterdir()) == []
     assert fake.calls == []
-    with (
-        pytest.raises(Stopped),
-        following(tmp_path, parse(valid()), events=Events()),
-    ):
-        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def test_a_hanging_tracker_keeps_no_process_alive(tmp_path):

@@ -18,7 +18,9 @@ def make_trainer(fake_family):
         features = noisy.flatten(1) * (1 + level[:, None]) + conditioning["text_embeds"]
         return denoiser(features).view(noisy.shape)
 
-    def make(*, lr=0.01, max_grad_norm=0.0, dropout=0.0, seed=0, autocast_dtype=None):
+    def make(
+        *, lr=0.01, max_grad_norm=0.0, dropout=0.0, seed=0, autocast_dtype=None, optimizer="adamw"
+    ):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(5)
             denoiser = torch.nn.Sequential(torch.nn.Dropout(dropout), torch.nn.Linear(8, 8))
@@ -27,7 +29,9 @@ def make_trainer(fake_family):
             family=fake_family(predict=predict),
             denoiser=denoiser.train(),
             parameters=parameters,
-            optimizer=make_optimizer(parameters.values(), OptimizerConfig(lr=lr)),
+            optimizer=make_optimizer(
+                parameters.values(), OptimizerConfig(name=optimizer, lr=lr)
+            ),
             device=torch.device("cpu"),
             autocast_dtype=autocast_dtype,
             max_grad_norm=max_grad_norm,

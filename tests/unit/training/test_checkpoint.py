@@ -1,13 +1,15 @@
+import dataclasses
 import json
 
 import pytest
 import torch
 
+from lib.errors import StateRefused
 from lib.keys import digest
-from lib.optimizers import make_optimizer
+from lib.optimizers import make_optimizer, update
 from lib.schema import OptimizerConfig
 from lib.training import checkpoint
-from lib.training.checkpoint import MANIFEST, STATE, Checkpoint
+from lib.training.checkpoint import MANIFEST, STATE, Checkpoint, OptimizerState
 
 KEY = digest("run")
 
@@ -20,13 +22,21 @@ def at(step):
         step=step,
         num_samples_seen=4 * step,
         adapter={"a.lora_A.weight": filled(2, 3), "a.lora_B.weight": filled(3, 2)},
-        optimizer={
-            "a.lora_A.default.weight": {
-                "step": filled(),
-                "exp_avg": filled(2, 3) / 2,
-                "exp_avg_sq": filled(2, 3) / 3,
-            }
-        },
+        optimizer=OptimizerState(
+            "adamw",
+            {
+                "a.lora_A.default.weight": {
+                    "step": filled(),
+                    "exp_avg": filled(2, 3) / 2,
+                    "exp_avg_sq": filled(2, 3) / 3,
+                },
+                "a.lora_B.default.weight": {
+                    "step": step,
+                    "beta": 0.1 * step,
+                    "state1": filled(3, 2).to(torch.uint8),
+                },
+            },
+        ),
     )
 
 
@@ -36,8 +46,18 @@ def plain(state):
         state.step,
         state.num_samples_seen,
         {name: tensor.tolist() for name, tensor in state.adapter.items()},
-        {n: {m: t.tolist() for m, t in moments.items()} for n, moments in state.optimizer.items()},
+        state.optimizer.name,
+        {
+            name: {own: told(value) for own, value in held.items()}
+            for name, held in state.optimizer.held.items()
+        },
     )
+
+
+def told(value):
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.tolist()
+    return type(value), value
 
 
 def flip(path, place=-1):
@@ -188,31 +208,57 @@ def test_what_is_not_finite_is_not_saved_and_the_old_one_stays(folder):
     assert names(folder) == ["step-00000005"]
 
 
-def test_an_optimizer_goes_on_as_if_it_had_not_stopped():
-    def fresh():
-        parameters = {
-            "w": torch.nn.Parameter(torch.ones(3)),
-            "v": torch.nn.Parameter(torch.ones(2)),
-        }
-        return parameters, make_optimizer(parameters.values(), OptimizerConfig(lr=0.1))
+def parameters():
+    """One tensor that 8 bits hold and one that is too small for them."""
+    source = torch.Generator().manual_seed(0)
+    shapes = {"w": (80, 64), "v": (3, 4)}
+    return {n: torch.nn.Parameter(torch.randn(s, generator=source)) for n, s in shapes.items()}
 
-    def step(parameters, optimizer, number):
-        for parameter in parameters.values():
-            parameter.grad = torch.full(parameter.shape, number - 1.5)
-        optimizer.step()
 
-    parameters, optimizer = fresh()
-    assert checkpoint.optimizer_state(optimizer, parameters) == {}
+def step(tensors, optimizer, number):
+    source = torch.Generator().manual_seed(number)
+    for tensor in tensors.values():
+        tensor.grad = torch.randn(tensor.shape, generator=source)
+    update(optimizer, rate=0.01 * (number + 1), finite=torch.tensor(True))
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw_8bit"])
+def test_an_optimizer_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(
+    name, folder, bitsandbytes
+):
+    config = OptimizerConfig(name=name, lr=0.1)
+    straight = parameters()
+    optimizer = make_optimizer(straight.values(), config)
+    assert checkpoint.optimizer_state(optimizer, straight) == OptimizerState(name)
     for number in range(3):
-        step(parameters, optimizer, number)
-    saved = checkpoint.optimizer_state(optimizer, parameters)
-    kept = {n: {m: t.clone() for m, t in moments.items()} for n, moments in saved.items()}
-    others, resumed = fresh()
+        step(straight, optimizer, number)
+    held = checkpoint.optimizer_state(optimizer, straight)
+    saved = checkpoint.save(folder, dataclasses.replace(at(3), optimizer=held), train_key=KEY)
+    resumed = parameters()
     with torch.no_grad():
-        for name, parameter in others.items():
-            parameter.copy_(parameters[name])
-    checkpoint.restore_optimizer(resumed, others, kept)
+        for own, parameter in resumed.items():
+            parameter.copy_(straight[own])
+    fresh = make_optimizer(resumed.values(), config)
+    checkpoint.restore_optimizer(
+        fresh, resumed, checkpoint.load(saved, train_key=KEY).optimizer
+    )
     for number in range(3, 6):
-        step(parameters, optimizer, number)
-        step(others, resumed, number)
-    assert all(torch.equal(others[name], parameters[name]) for name in others)
+        step(straight, optimizer, number)
+        step(resumed, fresh, number)
+    assert all(torch.equal(resumed[own], straight[own]) for own in straight)
+    one, other = (checkpoint.optimizer_state(o, p).held for o, p in ((optimizer, straight), (fresh, resumed)))
+    for own in straight:
+        assert {n: told(v) for n, v in one[own].items()} == {n: told(v) for n, v in other[own].items()}
+
+
+@pytest.mark.parametrize("saved", ["adamw", "adamw_8bit"])
+def test_another_optimizer_s_moments_are_refused_with_both_names(saved, bitsandbytes):
+    (live,) = {"adamw", "adamw_8bit"} - {saved}
+    tensors = parameters()
+    optimizer = make_optimizer(tensors.values(), OptimizerConfig(name=live))
+    with pytest.raises(StateRefused) as caught:
+        checkpoint.restore_optimizer(optimizer, tensors, OptimizerState(saved))
+    (problem,) = caught.value.problems
+    assert problem.subject == f"optimizer.name={live}"
+    assert saved in problem.why
+    assert "rerun=true" in problem.remedy

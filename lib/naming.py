@@ -1,0 +1,95 @@
+"""How adapter files name a denoiser's modules: layouts, and other tools' names for the modules.
+
+diffusers splits what the authors' code keeps in one matrix (query, key and value), so one original
+module may be several of diffusers', whose rows lie one after the other.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+PEFT, KOHYA, COMFYUI = "diffusers", "kohya", "comfyui"  # the values of `export.format`
+FORMATS = (PEFT, KOHYA, COMFYUI)
+
+Groups = Mapping[str, tuple[str, ...]]  # original module -> diffusers' modules, in row order
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the keys of one file are spelt: `<prefix><module>.<half>.weight`, perhaps `.alpha`."""
+
+    prefix: str
+    halves: tuple[str, str]
+    original: bool  # modules by their original names, fused ones fused; else by diffusers'
+    flat: bool = False  # dots within the module's name become underscores
+    alpha: bool = False
+
+    def key(self, module: str) -> str:
+        """What stands before the half."""
+        return self.prefix + (module.replace(".", "_") if self.flat else module)
+
+
+DOWN_UP, A_B = ("lora_down", "lora_up"), ("lora_A", "lora_B")
+KOHYA_LAYOUT = Layout("lora_unet_", DOWN_UP, original=True, flat=True, alpha=True)
+
+
+@dataclass(frozen=True)
+class Names:
+    """A family's names in other tools, declared in the family's file."""
+
+    layouts: Mapping[str, Layout]  # by format; `diffusers` is there for every family
+    original: Callable[[Sequence[str]], Groups]  # of all linear modules of a denoiser
+    # Before diffusers' own names ComfyUI takes these as well; after one that ends in `_`, flat ones.
+    aliases: tuple[str, ...] = ()
+    # Original modules that diffusers' converter of that format drops or refuses, by how they begin.
+    lost: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    # Widths at which that converter splits a fused matrix; it knows no other size of the model.
+    widths: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+    @property
+    def formats(self) -> tuple[str, ...]:
+        """What an adapter of this family can be exported as."""
+        return tuple(name for name in FORMATS if name == PEFT or name in self.layouts)
+
+
+def same_names(modules: Sequence[str]) -> Groups:
+    """The original names are diffusers' own."""
+    return {module: (module,) for module in modules}
+
+
+def by_table(table: Mapping[str, str | tuple[str, ...]]) -> Callable[[Sequence[str]], Groups]:
+    """Groups by a table of patterns, in which `*` is one number, the same on both sides."""
+
+    def groups(modules: Sequence[str]) -> Groups:
+        there, found = set(modules), {}
+        for original, listed in table.items():
+            parts = (listed,) if isinstance(listed, str) else listed
+            for number in _numbers(parts[0], modules):
+                filled = tuple(part.replace("*", number) for part in parts)
+                if there.issuperset(filled):
+                    found[original.replace("*", number)] = filled
+        return found
+
+    return groups
+
+
+def _numbers(pattern: str, modules: Sequence[str]) -> list[str]:
+    """What `*` may be, so that the pattern is one of the modules; once for a pattern without."""
+    before, star, after = pattern.partition("*")
+    if not star:
+        return [""]
+    middles = [
+        module[len(before) : len(module) - len(after)]
+        for module in modules
+        if module.startswith(before) and module.endswith(after)
+    ]
+    return [middle for middle in middles if middle.isdecimal()]
+
+
+def embedders(stem: str, **originals: str) -> dict[str, str]:
+    """The two layers each of what FLUX embeds beside the pictures: time, guidance, a vector."""
+    named = {**originals, "guidance": "guidance"}
+    return {
+        f"{original}_in.{layer}_layer": f"{stem}.{name}_embedder.linear_{number}"
+        for original, name in named.items()
+        for number, layer in ((1, "in"), (2, "out"))
+    }
