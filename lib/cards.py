@@ -9,11 +9,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from lib import files
+from PIL import Image
+
+from lib import files, pictures
 from lib.family import Facts
 from lib.files import user_path
 from lib.hub import Base
@@ -92,7 +94,7 @@ def write_sidecar(about: About, file: Path, *, adapter: str) -> None:
         {
             "name": about.name,
             "source": "darkroom",
-            "created_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "created_at": datetime.now(UTC).isoformat(timespec="seconds"),
             "adapter": adapter,
             "format": config.export.format,
             "dtype": config.export.dtype,
@@ -113,10 +115,11 @@ def write_sidecar(about: About, file: Path, *, adapter: str) -> None:
 
 def write_card(about: About, folder: Path, *, made: Mapping[str, str]) -> None:
     """README.md: how to load the files, and how they were trained; `made` maps adapter to file."""
+    of = about.base or about.facts.reference
     sections = [
         _front_matter(about),
         f"# {about.name}",
-        f"A LoRA adapter for {about.base or about.facts.reference}, trained for {about.steps} steps.",
+        f"A LoRA adapter for {of}, trained for {about.steps} steps.",
         _PLACE,
         "## Use\n\n" + "\n\n".join(_how_to_load(about, made)),
         "## Training\n\n" + "\n".join(_table(about.settings)),
@@ -124,12 +127,12 @@ def write_card(about: About, folder: Path, *, made: Mapping[str, str]) -> None:
     files.write_bytes(folder / CARD, ("\n\n".join(sections) + "\n").encode())
 
 
-def add_grid(folder: Path, picture: bytes, *, prompts: Sequence[str] = ()) -> None:
+def add_grid(folder: Path, picture: Image.Image, *, prompts: Sequence[str] = ()) -> None:
     """Put a grid beside the card and into it; a card that somebody took away stays away."""
     card = folder / CARD
     if not card.is_file():
         return
-    files.write_bytes(folder / GRID, picture)
+    pictures.save(picture, folder / GRID)
     text = card.read_text(encoding="utf-8")
     listed = "".join(f"\n- {_plain(prompt)}" for prompt in prompts)
     shown = f"![base, adapter and average from the same noise]({GRID})\n{listed}".rstrip()
@@ -164,7 +167,7 @@ def _how_to_load(about: About, made: Mapping[str, str]) -> Iterator[str]:
         yield "Put it into ComfyUI's `models/loras` and load it with a LoRA loader, at strength 1."
     if format == KOHYA:
         yield "Tools that read kohya's names (`lora_unet_...`) load it, at strength 1."
-    if format == PEFT or format == KOHYA:
+    if format in (PEFT, KOHYA):
         pipeline, base = about.facts.pipelines[0], about.base or "<the base>"
         yield "\n".join(
             [

@@ -16,8 +16,11 @@ from lib.batches import Records
 from lib.device import pick_device, release
 from lib.events import Events
 from lib.family import Conditioning, Family, Frame, Schedule, process_of
+from lib.hollow import linear_sizes
 from lib.hub import Base
+from lib.naming import PEFT
 from lib.random import normal
+from lib.reading import read_file, tensors_of
 from lib.records import DTYPES
 from lib.sampling import euler
 from lib.schema import Config
@@ -78,11 +81,14 @@ class Sampler:
         dtype = DTYPES[self.config.latents.dtype]
         return self.family.load_autoencoder(self.base, dtype=dtype, device=pick_device())
 
-    def grid(self, columns: Mapping[str, Sequence[Image.Image | None]]) -> Image.Image:
+    def grid(
+        self, columns: Mapping[str, Sequence[Image.Image | None]], *, with_prompts: bool = True
+    ) -> Image.Image:
         """The table of pictures; None leaves a cell empty."""
         rows = [list(row) for row in zip(*columns.values(), strict=True)]
         titles = [TITLES.get(name, name) for name in columns]
-        return pictures.grid(rows, columns=titles, captions=self.request.prompts)
+        prompts = self.request.prompts if with_prompts else [""] * len(rows)
+        return pictures.grid(rows, columns=titles, captions=prompts)
 
     def _shape(self) -> tuple[int, int, int]:
         side = self._side()
@@ -144,7 +150,7 @@ def _latents(
     total, done = len(columns) * len(sampler.request.prompts), 0
     for name, drawn in columns.items():
         if name in adapters:
-            _load(denoiser, adapters[name], prefix=sampler.family.FACTS.denoiser)
+            _load(denoiser, adapters[name], sampler)
         for latents in sampler.column(denoiser):
             drawn.append(latents)
             done += 1
@@ -153,14 +159,19 @@ def _latents(
     return columns
 
 
-def _load(denoiser: Any, file: Path, *, prefix: str) -> None:
+def _load(denoiser: Any, file: Path, sampler: Sampler) -> None:
     """Put one exported file on the denoiser, with diffusers' own loader, in place of any other."""
     if getattr(denoiser, "peft_config", None):
         denoiser.unload_lora()
-    denoiser.load_lora_adapter(
-        str(file.parent),
-        weight_name=file.name,
-        prefix=prefix,
-        use_safetensors=True,
-        local_files_only=True,
-    )
+    prefix, format = sampler.family.FACTS.denoiser, sampler.config.export.format
+    if format == PEFT:
+        denoiser.load_lora_adapter(
+            str(file.parent),
+            weight_name=file.name,
+            prefix=prefix,
+            use_safetensors=True,
+            local_files_only=True,
+        )
+        return
+    found = read_file(file, sampler.family, linear_sizes(denoiser), format=format)
+    denoiser.load_lora_adapter(tensors_of(found.changes), prefix=None)

@@ -70,8 +70,8 @@ def export_adapter(
         unproven,
         changes,
         target,
-        facts=family.FACTS,
-        component=denoiser,
+        family=family,
+        denoiser=denoiser,
         with_diffusers=not unread,
     )
     files.move(unproven, folder / name)

@@ -1,7 +1,7 @@
 """Adapter files other tools read: what is trained, under their key names and in their scale.
 
-Each module's scale is folded into its B (`up`), so that alpha = rank is right for every reader: those
-that read `.alpha`, those that read PEFT's description, and those that know neither.
+Each module's scale is folded into its B (`up`), so that alpha = rank is right for every reader:
+those that read `.alpha`, those that read PEFT's description, and those that know neither.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def refuse_lost(modules: Mapping[str, Any], target: Target) -> None:
 
 
 def split_widths_problem(modules: Mapping[str, Any], target: Target) -> str:
-    """Why diffusers' converter cannot read this file although the tool it is for can, or nothing."""
+    """Why diffusers cannot read this file although the tool it is for can, or nothing."""
     for original, parts in _used(target.names.original([*target.sizes]), modules).items():
         for ending, widths in target.names.widths.items():
             found = tuple(target.sizes[part][0] for part in parts)

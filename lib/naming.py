@@ -38,7 +38,7 @@ class Names:
 
     layouts: Mapping[str, Layout]  # by format; `diffusers` is there for every family
     original: Callable[[Sequence[str]], Groups]  # of all linear modules of a denoiser
-    # Before diffusers' own names ComfyUI takes these as well; after one that ends in `_`, flat ones.
+    # Before diffusers' own names ComfyUI takes these too; one that ends in `_` is for flat ones.
     aliases: tuple[str, ...] = ()
     # Original modules that diffusers' converter of that format drops or refuses, by how they begin.
     lost: Mapping[str, tuple[str, ...]] = field(default_factory=dict)

@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from lib.changes import Change, difference
-from lib.family import Facts
+from lib.family import Family
+from lib.formats import Target
 from lib.hollow import hollow_denoiser, hollow_pipeline
 from lib.hub import Component
-from lib.reading import read, targets_of
-from lib.formats import Target
-from lib.records import DTYPES, from_stored
-from lib.tensors import decode
+from lib.reading import read_file
+from lib.records import DTYPES
 
 TOLERANCE = 1e-6  # of the weight change, relative: readers compute in the file's dtype
 
@@ -31,39 +30,30 @@ def prove(
     changes: Mapping[str, Change],
     target: Target,
     *,
-    facts: Facts,
-    component: Component,
+    family: Family,
+    denoiser: Component,
     with_diffusers: bool = True,
 ) -> None:
     """Read the file back; NotProven names the reader, and the modules that differ."""
     expected = {module: _cast(change, target.dtype) for module, change in changes.items()}
-    readers = {"the target's rules": _by_rules(path, target)}
+    readers = {"the target's rules": _by_rules(path, target, family)}
     if with_diffusers:
-        readers["diffusers"] = _by_diffusers(path, facts, component)
+        readers["diffusers"] = _by_diffusers(path, family, denoiser)
     for reader, found in readers.items():
         _compare(found, expected, reader)
 
 
-def _by_rules(path: Path, target: Target) -> Mapping[str, Change]:
-    decoded = decode(path.read_bytes())
-    found = read(
-        from_stored(decoded.tensors),
-        decoded.metadata,
-        targets=targets_of(
-            target.names, target.sizes, format=target.format, component=target.component
-        ),
-        format=target.format,
-        component=target.component,
-    )
+def _by_rules(path: Path, target: Target, family: Family) -> Mapping[str, Change]:
+    found = read_file(path, family, target.sizes, format=target.format)
     if found.unmatched:
         raise NotProven(f"keys that no module has: {list(found.unmatched[:4])}")
     return found.changes
 
 
-def _by_diffusers(path: Path, facts: Facts, component: Component) -> Mapping[str, Change]:
+def _by_diffusers(path: Path, family: Family, made_of: Component) -> Mapping[str, Change]:
     """Loaded into the family's pipeline, whose denoiser has the base's modules and no weights."""
-    denoiser = hollow_denoiser(component)
-    pipeline = hollow_pipeline(denoiser, facts)
+    denoiser = hollow_denoiser(made_of)
+    pipeline = hollow_pipeline(denoiser, family.FACTS)
     try:
         pipeline.load_lora_weights(
             str(path.parent),

@@ -10,12 +10,16 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
 from lib.changes import Change
+from lib.family import Family
 from lib.hollow import Sizes
 from lib.naming import COMFYUI, KOHYA, PEFT, Names
+from lib.records import from_stored
+from lib.tensors import decode
 
 METADATA_KEY = "lora_adapter_metadata"
 # What stands between a module and the end of a key, by the part of the pair that it is.
@@ -63,7 +67,9 @@ def split_key(key: str) -> tuple[str, str] | None:
     return None
 
 
-def targets_of(names: Names, sizes: Sizes, *, format: str, component: str) -> dict[str, list[Slice]]:
+def targets_of(
+    names: Names, sizes: Sizes, *, format: str, component: str
+) -> dict[str, list[Slice]]:
     """Every name that the format's reader knows, with the rows of the base that it stands for."""
     whole = {module: [Slice(module, 0, *size)] for module, size in sizes.items()}
     if format == PEFT:
@@ -93,6 +99,27 @@ def _slices(parts: tuple[str, ...], sizes: Sizes) -> list[Slice]:
     return found
 
 
+def read_file(file: Path, family: Family, sizes: Sizes, *, format: str) -> Read:
+    """A file of ours, with its digest, by the rules of a format."""
+    decoded, component = decode(file.read_bytes()), family.FACTS.denoiser
+    return read(
+        from_stored(decoded.tensors),
+        decoded.metadata,
+        targets=targets_of(family.NAMES, sizes, format=format, component=component),
+        format=format,
+        component=component,
+    )
+
+
+def tensors_of(changes: Mapping[str, Change]) -> dict[str, torch.Tensor]:
+    """Changes under PEFT's keys, in float32, at a scale of 1."""
+    return {
+        f"{module}.{half}.weight": tensor.float().contiguous()
+        for module, change in changes.items()
+        for half, tensor in (("lora_A", change.down), ("lora_B", change.up))
+    }
+
+
 def read(
     tensors: Mapping[str, torch.Tensor],
     metadata: Mapping[str, str],
@@ -101,7 +128,7 @@ def read(
     format: str,
     component: str,
 ) -> Read:
-    """The changes of a base's modules; parts of a fused matrix that stay as they are do not count."""
+    """The changes of a base's modules; parts of a fused matrix that stay the same are none."""
     found, unmatched = _found(tensors, targets, format)
     described = _described(metadata, component) if format == PEFT else None
     changes: dict[str, Change] = {}
@@ -152,7 +179,7 @@ def _fit(parts: Mapping[str, torch.Tensor], *, rows: int, columns: int) -> bool:
 def _scale(
     parts: Mapping[str, torch.Tensor], *, module: str, described: Mapping[str, object] | None
 ) -> float:
-    """By the file's own description where the reader takes it, else `.alpha` over the rank, or 1."""
+    """By the file's description where the reader takes it, else `.alpha` over the rank, or 1."""
     rank = parts["down"].shape[0]
     if described is None:
         return float(parts["alpha"]) / rank if "alpha" in parts else 1.0

@@ -81,8 +81,7 @@ def claim(
     # Two processes that both find a dead owner must not both resume.
     with FileLock(record_path(store, key).with_suffix(".lock")):
         record = read(store, key)
-        if record and record["state"] == "running":
-            _refuse_if_alive(key, record)
+        refuse_if_running(store, key)
         resumable = record and record["state"] != "complete" and not rerun
         folder = Path(record["folder"]) if record and resumable else None
         resumed = folder is not None and folder.is_dir()
@@ -103,8 +102,11 @@ def claim(
     return Claim(key=key, folder=folder, resumed=resumed)
 
 
-def _refuse_if_alive(key: str, record: Mapping[str, Any]) -> None:
+def refuse_if_running(store: Path, key: str) -> None:
     """A process on another host cannot be asked, so it counts as alive."""
+    record = read(store, key)
+    if record is None or record["state"] != "running":
+        return
     owner = Owner(**record["process"])
     if owner.is_here and not is_alive(owner):
         return
@@ -136,8 +138,18 @@ def _newest_step(folder: Path) -> int:
     return int(names[-1].removeprefix("step-")) if names else 0
 
 
-def describe(claim: Claim, config: Config, *, keys: Mapping[str, str], events: Events) -> None:
-    """Leave config.yaml and run.json in the run's folder, and write events there from now on."""
+def describe(
+    claim: Claim,
+    config: Config,
+    *,
+    keys: Mapping[str, str],
+    identity: Mapping[str, Any],
+    events: Events,
+) -> None:
+    """Leave config.yaml and run.json in the run's folder, and write events there from now on.
+
+    `identity` is what the train key is made of: what an extension is compared with.
+    """
     events.attach(claim.folder / "events.jsonl")
     if (claim.folder / "run.json").exists():
         return
@@ -145,7 +157,13 @@ def describe(claim: Claim, config: Config, *, keys: Mapping[str, str], events: E
     files.write_bytes(claim.folder / "config.yaml", text.encode("utf-8"))
     files.write_json(
         claim.folder / "run.json",
-        {"keys": keys, "versions": versions(), "git_commit": git_commit(), "decisions": {}},
+        {
+            "keys": keys,
+            "identity": identity,
+            "versions": versions(),
+            "git_commit": git_commit(),
+            "decisions": {},
+        },
     )
 
 

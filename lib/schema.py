@@ -138,6 +138,7 @@ class TrainerConfig:
     save_every: int = 100
     caption_dropout: float = 0.0
     gradient_checkpointing: bool = False
+    extend: str | None = None
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ def written(tmp_path):
 
     def write(config):
         claim = runs.Claim(key="0" * 64, folder=tmp_path / "run", resumed=False)
-        runs.describe(claim, config, keys={}, events=Events())
+        runs.describe(claim, config, keys={}, identity={}, events=Events())
         paths = dataclasses.replace(config.paths, outputs=str(tmp_path / "outputs"))
         pointers.write_settings(dataclasses.replace(config, paths=paths))
         settings = (tmp_path / "outputs/dvc/config/train.json").read_bytes()

@@ -62,7 +62,9 @@ _ATTENTION = {"wq": "to_q", "wk": "to_k", "wv": "to_v", "wo": "to_out.0", "gate"
 _BLOCK = {f"attn.{original}": f"attn.{name}" for original, name in _ATTENTION.items()}
 _BLOCK |= {f"mlp.{name}": f"ff.{name}" for name in ("gate", "up", "down")}
 _BLOCKS = {"blocks.*": "transformer_blocks.*"}
-_BLOCKS |= {f"txtfusion.{k}_blocks.*": f"text_fusion.{k}_blocks.*" for k in ("layerwise", "refiner")}
+_BLOCKS |= {
+    f"txtfusion.{k}_blocks.*": f"text_fusion.{k}_blocks.*" for k in ("layerwise", "refiner")
+}
 
 NAMES = naming.Names(
     # No kohya file: diffusers takes none for this family. No `.alpha`, which it refuses.

@@ -62,6 +62,7 @@ FACTS = Facts(
 
 TEXT_LAYER = -2  # of both encoders' hidden states
 
+
 def _original_names(modules: Sequence[str]) -> naming.Groups:
     """The authors' UNet counts its parts through; a level has one more on the way up."""
     levels: dict[tuple[str, str], int] = {}

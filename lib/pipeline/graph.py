@@ -78,6 +78,7 @@ def problems(config: Config, *, online: bool) -> Iterator[Problem]:
         yield from map(_of_sample, _and_refusals(_canvas_problems(config, family)))
     if config.dataset.root and user_path(config.dataset.root).is_dir():
         yield from prepare_dataset.problems(config, Store(user_path(config.paths.store)))
+    yield from _and_refusals(train.problems(config))
 
 
 def _and_refusals(problems: Iterator[Problem]) -> Iterator[Problem]:

@@ -58,16 +58,19 @@ def run(config: Config, inputs: Inputs, store: Store, events: Events) -> Manifes
         assert found is not None
         return found
     events.phase(STAGE, "start")
-    from lib import pictures
+    from lib import cards, pictures
     from lib.device import release
 
     with lease(store, [*planned.inputs["captions"], planned.inputs["unconditional"]]):
-        grid = _draw(config, inputs, planned, store=store, events=events)
+        grid, shown = _draw(config, inputs, planned, store=store, events=events)
         release()  # now that no name holds a model
     folder = runs.completed(store.root, inputs.upstream["train"].key)
     assert folder is not None
     path = files.free_name(folder / "samples" / f"grid-{planned.key[:8]}.png")
     pictures.save(grid, path)
+    exported = Path(inputs.upstream["export"].payload["files"]["adapter"]["file"])
+    prompts = prompts_of(config, inputs.upstream["prepare_dataset"].payload)
+    cards.add_grid(exported.parent, shown, prompts=prompts if config.export.prompts else ())
     payload = {**planned.payload, "files": {"grid": file_record(path)}}
     published = store.publish(Manifest(STAGE, planned.key, planned.inputs, {}, payload))
     events.phase(STAGE, "done", key=planned.key, file=str(path))
@@ -104,17 +107,18 @@ def _target_keys(prompts: Sequence[str], inputs: Inputs) -> list[str | None]:
 
 def _draw(
     config: Config, inputs: Inputs, planned: Manifest, *, store: Store, events: Events
-) -> Any:
-    from lib.drawing import GridRequest, Sampler, draw_grid
+) -> tuple[Any, Any]:
+    """The grid, and what may be shown to everyone: without held-out pictures, and prompts if so."""
+    from lib.drawing import GridRequest, Sampler, draw_columns
     from lib.sheets import square_pictures
 
     prepared = inputs.upstream["prepare_dataset"].payload
     request = GridRequest(**grid_entries(config, inputs.upstream))
     exported = inputs.upstream["export"].payload["files"]
     root, side = user_path(config.dataset.root), config.buckets.resolution
-    return draw_grid(
-        Sampler(config, inputs.family, inputs.base, inputs.canvas, request, store),
-        adapters={name: Path(made["file"]) for name, made in exported.items()},
-        targets=square_pictures(prepared, planned.inputs["targets"], root=root, side=side),
-        events=events,
-    )
+    sampler = Sampler(config, inputs.family, inputs.base, inputs.canvas, request, store)
+    adapters = {name: Path(made["file"]) for name, made in exported.items()}
+    columns = draw_columns(sampler, adapters=adapters, events=events)
+    targets = square_pictures(prepared, planned.inputs["targets"], root=root, side=side)
+    grid = sampler.grid({**columns, "target": targets} if any(targets) else columns)
+    return grid, sampler.grid(columns, with_prompts=config.export.prompts)

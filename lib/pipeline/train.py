@@ -12,6 +12,7 @@ from lib import runs, stopping
 from lib.buckets import PLAN_VERSION, steps_per_epoch
 from lib.errors import InputRefused, Problem, Stopped
 from lib.events import Events
+from lib.extending import SETTING, check, extended, setting_problems
 from lib.family import process_of
 from lib.files import user_path
 from lib.keys import Key, digest
@@ -38,11 +39,20 @@ def plan(config: Config, inputs: Inputs, store: Store) -> StagePlan:
     settings = {"total_steps": steps, **_settings(config)}
     if not {"encode_captions", "build_latent_cache"} <= inputs.upstream.keys():
         return StagePlan(STAGE, None, False, steps, steps, 0, settings)
-    key = _key(config, inputs, steps)
+    goes_on = extended(config)
+    key = _key(config, inputs, steps, extends=goes_on.digest if goes_on else None)
+    if goes_on:
+        check(config, key, goes_on, total_steps=steps)
     manifest = Manifest(STAGE, key.digest, key.inputs, {}, {"settings": settings})
     done = runs.completed(store.root, key.digest) is not None and not config.rerun
-    left = 0 if done else steps - runs.steps_done(store.root, key.digest, rerun=config.rerun)
+    before = runs.steps_done(store.root, key.digest, rerun=config.rerun)
+    left = 0 if done else steps - max(before, goes_on.step if goes_on else 0)
     return StagePlan(STAGE, manifest, done, steps, left, 0, settings)
+
+
+def problems(config: Config) -> Iterator[Problem]:
+    """What is wrong with the run that is to be extended."""
+    yield from setting_problems(config, _settings(config))
 
 
 def run(config: Config, inputs: Inputs, store: Store, events: Events) -> Manifest:
@@ -112,7 +122,7 @@ def _claim(
 
 def key_settings(config: Config) -> dict[str, Any]:
     """The settings that enter the key; the two lengths by the steps that they make."""
-    lengths = ("trainer.max_steps", "trainer.num_epochs")
+    lengths = ("trainer.max_steps", "trainer.num_epochs", SETTING)
     return {**chosen(config, *BASE, *lengths), **_settings(config)}
 
 
@@ -127,7 +137,8 @@ def _train(
     from lib.device import release
 
     keys = {made.stage: made.key for made in (*inputs.upstream.values(), planned.known())}
-    runs.describe(claim, config, keys=keys, events=events)
+    identity = planned.known().inputs
+    runs.describe(claim, config, keys=keys, identity=identity, events=events)
     events.phase(STAGE, "start", folder=str(claim.folder), total=planned.total)
     if (warmup := config.lr_schedule.warmup_steps) > planned.total:
         share = f"{planned.total} of {warmup}"
@@ -167,6 +178,7 @@ def _train_run(
         events=events,
         total_steps=planned.total,
         request=GridRequest(**grid_entries(config, inputs.upstream)),
+        extends=extended(config),
         team=this_process(),
     )
 
@@ -229,7 +241,7 @@ def _settings(config: Config) -> dict[str, Any]:
     }
 
 
-def _key(config: Config, inputs: Inputs, steps: int) -> Key:
+def _key(config: Config, inputs: Inputs, steps: int, *, extends: str | None) -> Key:
     """Everything that moves the weights; levers such as the micro-batch stay out (design 3)."""
     facts = inputs.family.FACTS
     roles = ("train", "unconditional") if config.trainer.caption_dropout > 0 else ("train",)
@@ -242,5 +254,5 @@ def _key(config: Config, inputs: Inputs, steps: int) -> Key:
         settings=_settings(config),
         plan_version=PLAN_VERSION,
         total_steps=steps,
-        extends=None,
+        extends=extends,
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,12 +11,13 @@ import torch
 
 from lib import files, tensors
 from lib.errors import Problem, StateRefused
+from lib.extending import MANIFEST, sealed_record
 from lib.keys import canonical_json, digest, file_digest
 from lib.optimizers import name_of
 from lib.records import from_stored, to_stored
 
 KEEP = 2
-STATE, MANIFEST = "state.safetensors", "manifest.json"
+STATE = "state.safetensors"
 Held = Mapping[str, torch.Tensor | int | float]
 
 
@@ -107,13 +107,11 @@ def path_of(folder: Path, step: int) -> Path:
 
 def load(path: Path, *, train_key: str) -> Checkpoint:
     """Read one checkpoint and verify it; ValueError says what is wrong."""
-    record = json.loads((path / MANIFEST).read_bytes())
-    if not isinstance(record, dict) or record.pop("digest", None) != digest(record):
-        raise ValueError(f"the digest of {MANIFEST} does not match")
+    record = sealed_record(path)
+    if isinstance(record, str):
+        raise ValueError(record)
     if record["train_key"] != train_key:
         raise ValueError("it belongs to another run")
-    if file_digest(path / STATE) != record["files"][STATE]:
-        raise ValueError(f"the digest of {STATE} does not match")
     state = from_stored(tensors.decode((path / STATE).read_bytes()).tensors)
     return Checkpoint(
         step=record["step"],
@@ -151,10 +149,11 @@ def _optimizer(record: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -
 
 @dataclass(frozen=True)
 class Latest:
-    """The newest sound checkpoint, and the newer ones that were not."""
+    """The newest sound checkpoint, the newer ones that were not, and where it lies."""
 
     checkpoint: Checkpoint | None
     damaged: tuple[str, ...]
+    path: Path | None = None
 
 
 def latest(folder: Path, *, train_key: str) -> Latest:
@@ -162,7 +161,7 @@ def latest(folder: Path, *, train_key: str) -> Latest:
     damaged = []
     for path in reversed(_paths(folder)):
         try:
-            return Latest(load(path, train_key=train_key), tuple(damaged))
+            return Latest(load(path, train_key=train_key), tuple(damaged), path)
         except (OSError, ValueError, KeyError) as error:
             damaged.append(f"{path.name}: {error}")
             _set_aside(path)

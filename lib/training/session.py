@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from lib import adapter, ema, files, stopping, tensors
 from lib.ahead import ahead
@@ -14,6 +15,7 @@ from lib.device import pick_device, without_cudnn_attention
 from lib.drawing import GridRequest
 from lib.errors import Problem, StateRefused
 from lib.events import Events
+from lib.extending import Extended
 from lib.family import Family, process_of
 from lib.hub import Base
 from lib.optimizers import make_optimizer, usable
@@ -28,6 +30,7 @@ from lib.training.step import Trainer
 from lib.training.watching import Watch, micro_batch_of, watching
 
 Upstream = Mapping[str, Manifest]
+WHY = {"resume": "an earlier attempt stopped", "extend": "trainer.extend"}
 
 
 def train_run(
@@ -41,15 +44,17 @@ def train_run(
     events: Events,
     total_steps: int,
     request: GridRequest,
+    extends: Extended | None = None,
     team: Team = ALONE,
 ) -> Finished:
     """Train to `total_steps` and leave the adapter in the run's folder.
 
+    It goes on from its own last checkpoint, else from that of the run that it extends.
     Of a team every process does, on its share of each group; the first alone looks and writes.
     """
     trainer = make_trainer(config, family, base, events, team=team)
     folder = claim.folder / "checkpoints"
-    start, seen = _restore_together(trainer, folder, key=claim.key, events=events)
+    start, seen = _restore_together(trainer, folder, claim.key, extends=extends, events=events)
     assembler = make_assembler(config, family, base, upstream=upstream, store=store, team=team)
     groups = assembler.plan.groups(start, total_steps)
     watched = (
@@ -166,19 +171,38 @@ def make_assembler(
 
 
 def _restore_together(
-    trainer: Trainer, folder: Path, *, key: str, events: Events
+    trainer: Trainer, folder: Path, key: str, *, extends: Extended | None, events: Events
 ) -> tuple[int, int]:
-    """As `_restore`, from the same checkpoint in every process."""
+    """Steps done and samples seen of the checkpoint that every process has put back, 0 if none."""
 
-    def first() -> dict[str, int]:
-        step, seen = _restore(trainer, folder, key=key, events=events)
-        return {"step": step, "seen": seen}
+    def first() -> dict[str, Any]:
+        source, latest = _newest(folder, key, extends=extends, events=events)
+        found = latest.checkpoint
+        if found is None:
+            return {"step": 0, "seen": 0}
+        _put_back(trainer, found)
+        events.decision(source, found.step, source="checkpoint", reason=WHY[source])
+        return {"step": found.step, "seen": found.num_samples_seen, "path": str(latest.path)}
 
-    found = trainer.team.told(first)
-    if found["step"] and not trainer.team.leads:
-        path = checkpoint.path_of(folder, found["step"])
-        _put_back(trainer, checkpoint.load(path, train_key=key))
-    return found["step"], found["seen"]
+    told = trainer.team.told(first)
+    if told["step"] and not trainer.team.leads:
+        path = Path(told["path"])
+        own = extends is None or path.parent == folder
+        _put_back(trainer, checkpoint.load(path, train_key=key if own else extends.train_key))
+    return told["step"], told["seen"]
+
+
+def _newest(
+    folder: Path, key: str, *, extends: Extended | None, events: Events
+) -> tuple[str, checkpoint.Latest]:
+    """Where to go on: the run's own newest sound checkpoint, else that of the run it extends."""
+    latest = checkpoint.latest(folder, train_key=key)
+    for damage in latest.damaged:
+        events.warning(f"checkpoint skipped, {damage}")
+    if latest.checkpoint is not None or extends is None:
+        return "resume", latest
+    found = checkpoint.load(extends.path, train_key=extends.train_key)
+    return "extend", checkpoint.Latest(found, (), extends.path)
 
 
 def _put_back(trainer: Trainer, found: checkpoint.Checkpoint) -> None:
@@ -186,19 +210,6 @@ def _put_back(trainer: Trainer, found: checkpoint.Checkpoint) -> None:
     if trainer.ema:
         adapter.load_state_dict(trainer.ema, found.ema)
     checkpoint.restore_optimizer(trainer.optimizer, trainer.parameters, found.optimizer)
-
-
-def _restore(trainer: Trainer, folder: Path, *, key: str, events: Events) -> tuple[int, int]:
-    """Put the newest sound checkpoint back; returns steps done and samples seen."""
-    latest = checkpoint.latest(folder, train_key=key)
-    for damage in latest.damaged:
-        events.warning(f"checkpoint skipped, {damage}")
-    found = latest.checkpoint
-    if found is None:
-        return 0, 0
-    _put_back(trainer, found)
-    events.decision("resume", found.step, source="checkpoint", reason="an earlier attempt stopped")
-    return found.step, found.num_samples_seen
 
 
 def _write_adapter(trainer: Trainer, claim: Claim) -> None:

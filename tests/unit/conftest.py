@@ -1,6 +1,7 @@
 """What the unit tests share: a patient hypothesis, a valid configuration, a family, a store."""
 
 import os
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -57,6 +58,17 @@ def fake_family():
         return SimpleNamespace(**{**dict.fromkeys(names, absent), **parts})
 
     return make
+
+
+@pytest.fixture(params=["stand-in", "real"])
+def bitsandbytes(request, monkeypatch):
+    """8-bit AdamW by a stand-in, and by the package where it is installed."""
+    if request.param == "real":
+        return pytest.importorskip("bitsandbytes", exc_type=ImportError)
+    from tests.unit import eight_bits
+
+    monkeypatch.setitem(sys.modules, "bitsandbytes", eight_bits.module())
+    return sys.modules["bitsandbytes"]
 
 
 @pytest.fixture

@@ -177,14 +177,14 @@ def test_steps_done_are_those_of_the_newest_checkpoint_of_an_unfinished_run(stor
 def test_a_run_describes_itself_once_and_its_events_follow(store, valid):
     taken, events, config = claim(store), Events(), parse(valid({"seed": 3}))
     events.warning("early")
-    runs.describe(taken, config, keys={"train": KEY}, events=events)
+    runs.describe(taken, config, keys={"train": KEY}, identity={"seed": 3}, events=events)
     assert "early" in (taken.folder / "events.jsonl").read_text()
     written = yaml.safe_load((taken.folder / "config.yaml").read_text())
     assert parse(written) == config
     record = json.loads((taken.folder / "run.json").read_text())
     assert record["keys"] == {"train": KEY}
     assert record["versions"].keys() == {"python", *runs.LIBRARIES}
-    runs.describe(taken, Config(), keys={"train": "other"}, events=Events())
+    runs.describe(taken, Config(), keys={"train": "other"}, identity={}, events=Events())
     assert json.loads((taken.folder / "run.json").read_text()) == record
     assert yaml.safe_load((taken.folder / "config.yaml").read_text()) == written
 

@@ -29,9 +29,7 @@ def make_trainer(fake_family):
             family=fake_family(predict=predict),
             denoiser=denoiser.train(),
             parameters=parameters,
-            optimizer=make_optimizer(
-                parameters.values(), OptimizerConfig(name=optimizer, lr=lr)
-            ),
+            optimizer=make_optimizer(parameters.values(), OptimizerConfig(name=optimizer, lr=lr)),
             device=torch.device("cpu"),
             autocast_dtype=autocast_dtype,
             max_grad_norm=max_grad_norm,

@@ -239,16 +239,18 @@ def test_an_optimizer_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(
         for own, parameter in resumed.items():
             parameter.copy_(straight[own])
     fresh = make_optimizer(resumed.values(), config)
-    checkpoint.restore_optimizer(
-        fresh, resumed, checkpoint.load(saved, train_key=KEY).optimizer
-    )
+    checkpoint.restore_optimizer(fresh, resumed, checkpoint.load(saved, train_key=KEY).optimizer)
     for number in range(3, 6):
         step(straight, optimizer, number)
         step(resumed, fresh, number)
     assert all(torch.equal(resumed[own], straight[own]) for own in straight)
-    one, other = (checkpoint.optimizer_state(o, p).held for o, p in ((optimizer, straight), (fresh, resumed)))
+    one, other = (
+        checkpoint.optimizer_state(o, p).held for o, p in ((optimizer, straight), (fresh, resumed))
+    )
     for own in straight:
-        assert {n: told(v) for n, v in one[own].items()} == {n: told(v) for n, v in other[own].items()}
+        assert {n: told(v) for n, v in one[own].items()} == {
+            n: told(v) for n, v in other[own].items()
+        }
 
 
 @pytest.mark.parametrize("saved", ["adamw", "adamw_8bit"])

@@ -11,7 +11,7 @@ def weights_of(trainer):
 
 def state_of(trainer):
     return [
-        {name: tensor.clone() for name, tensor in trainer.optimizer.state[p].items()}
+        {name: torch.as_tensor(held).clone() for name, held in trainer.optimizer.state[p].items()}
         for p in trainer.parameters.values()
     ]
 
@@ -66,9 +66,12 @@ def test_the_rate_given_is_the_rate_used(make_trainer, make_step):
     assert max(moved) == pytest.approx(0.5, rel=0.1)
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw_8bit"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e30])
-def test_a_step_that_is_not_finite_moves_neither_weights_nor_moments(make_trainer, make_step, bad):
-    trainer = make_trainer(max_grad_norm=1.0)
+def test_a_step_that_is_not_finite_moves_neither_weights_nor_moments(
+    make_trainer, make_step, bad, optimizer, bitsandbytes
+):
+    trainer = make_trainer(max_grad_norm=1.0, optimizer=optimizer)
     trainer.step(make_step(0), rate=0.01)
     weights, state = weights_of(trainer), state_of(trainer)
     group = make_step(1, micro_batch=3)
