@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from lib.buckets import Bucket, MicroBatch, Row, epoch_groups, micro_batches, st
 from lib.family import Conditioning, Family, Frame, Record
 from lib.keys import digest
 from lib.noise import NoiseProcess
+from lib.parcels import Parcel, pack
 from lib.records import from_stored
 from lib.schema import ObjectiveConfig, TimestepsConfig
 from lib.store import Store
@@ -96,18 +98,21 @@ class Batch:
     names: tuple[str, ...]
 
     def to(self, device: torch.device) -> Batch:
-        def moved(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor.to(device, non_blocking=True)
+        return self.with_tensors([t.to(device, non_blocking=True) for t in self.tensors()])
 
-        return Batch(
-            noisy=moved(self.noisy),
-            target=moved(self.target),
-            level=moved(self.level),
-            weights=moved(self.weights),
-            loss_weights=moved(self.loss_weights),
-            conditioning=self.conditioning.to(device),
-            names=self.names,
-        )
+    def tensors(self) -> list[torch.Tensor]:
+        """All of them, in an order that `with_tensors` knows."""
+        return [*(getattr(self, name) for name in _TENSORS), *self.conditioning.values()]
+
+    def with_tensors(self, tensors: Sequence[torch.Tensor]) -> Batch:
+        """The same batch of tensors that lie elsewhere."""
+        own, others = tensors[: len(_TENSORS)], tensors[len(_TENSORS) :]
+        named = dict(zip(self.conditioning, others, strict=True))
+        conditioning = replace(self.conditioning, tensors=named)
+        return replace(self, conditioning=conditioning, **dict(zip(_TENSORS, own, strict=True)))
+
+
+_TENSORS = ("noisy", "target", "level", "weights", "loss_weights")
 
 
 @dataclass(frozen=True)
@@ -118,6 +123,19 @@ class StepBatches:
     batches: tuple[Batch, ...]  # of several processes this one's share
     numbers: tuple[int, ...]  # of each among those of the whole group
     num_samples: int  # of the whole group
+    parcel: Parcel | None = None  # of all their tensors
+
+    def packed(self) -> StepBatches:
+        """With a copy of all tensors in pinned memory, which a GPU takes in one go."""
+        tensors = [tensor for batch in self.batches for tensor in batch.tensors()]
+        return replace(self, parcel=pack(tensors, pinned=True))
+
+    def on(self, device: torch.device) -> Iterator[Batch]:
+        """The batches on a device: of a parcel in one copy, and before the first is used."""
+        moved = iter(self.parcel.opened(device) if self.parcel else ())
+        for batch in self.batches:
+            there = list(islice(moved, len(batch.tensors())))
+            yield batch.with_tensors(there) if self.parcel else batch.to(device)
 
 
 class Records:

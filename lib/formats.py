@@ -62,11 +62,13 @@ def adapter_file(
     dtype, layout = DTYPES[target.dtype], target.layout
     down, up = layout.halves
     tensors: dict[str, torch.Tensor] = {}
+    mixed = len({change.rank for change in changes.values()}) > 1
+    with_alpha = layout.alpha and not (mixed and target.names.one_alpha)
     for module, change in _in_layout(changes, target):
         key = layout.key(module)
         tensors[f"{key}.{down}.weight"] = _cast(change.down, dtype, target.dtype)
         tensors[f"{key}.{up}.weight"] = _cast(change.up, dtype, target.dtype)
-        if layout.alpha:
+        if with_alpha:
             tensors[f"{key}.alpha"] = torch.tensor(float(change.rank))
     header = {"format": "pt", **_format_header(target, description)}
     header |= {f"darkroom.{name}": value for name, value in provenance.items()}

@@ -44,6 +44,8 @@ class Names:
     lost: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     # Widths at which that converter splits a fused matrix; it knows no other size of the model.
     widths: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    # That converter has one alpha for all modules: files of mixed ranks do without, which is rank.
+    one_alpha: bool = False
 
     @property
     def formats(self) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ that the file is for and shares nothing with what wrote it.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -55,13 +56,16 @@ def _by_diffusers(path: Path, family: Family, made_of: Component) -> Mapping[str
     denoiser = hollow_denoiser(made_of)
     pipeline = hollow_pipeline(denoiser, family.FACTS)
     try:
-        pipeline.load_lora_weights(
-            str(path.parent),
-            weight_name=path.name,
-            adapter_name="read",
-            use_safetensors=True,
-            local_files_only=True,
-        )
+        with warnings.catch_warnings():
+            # PEFT's, of modules that do not match: what it made of the file is compared below.
+            warnings.simplefilter("ignore", RuntimeWarning)
+            pipeline.load_lora_weights(
+                str(path.parent),
+                weight_name=path.name,
+                adapter_name="read",
+                use_safetensors=True,
+                local_files_only=True,
+            )
     except (ValueError, KeyError, RuntimeError, AssertionError, NotImplementedError) as error:
         raise NotProven(f"diffusers refuses the file: {error}") from error
     return loaded_changes(denoiser, adapter="read")

@@ -59,11 +59,13 @@ FACTS = Facts(
 )
 
 _ATTENTION = {"wq": "to_q", "wk": "to_k", "wv": "to_v", "wo": "to_out.0", "gate": "to_gate"}
-_BLOCK = {f"attn.{original}": f"attn.{name}" for original, name in _ATTENTION.items()}
-_BLOCK |= {f"mlp.{name}": f"ff.{name}" for name in ("gate", "up", "down")}
-_BLOCKS = {"blocks.*": "transformer_blocks.*"}
-_BLOCKS |= {
-    f"txtfusion.{k}_blocks.*": f"text_fusion.{k}_blocks.*" for k in ("layerwise", "refiner")
+_BLOCK = {
+    **{f"attn.{original}": f"attn.{name}" for original, name in _ATTENTION.items()},
+    **{f"mlp.{name}": f"ff.{name}" for name in ("gate", "up", "down")},
+}
+_BLOCKS = {
+    "blocks.*": "transformer_blocks.*",
+    **{f"txtfusion.{k}_blocks.*": f"text_fusion.{k}_blocks.*" for k in ("layerwise", "refiner")},
 }
 
 NAMES = naming.Names(
@@ -76,13 +78,9 @@ NAMES = naming.Names(
                 for theirs, ours in _BLOCKS.items()
                 for original, name in _BLOCK.items()
             },
-            "first": "img_in",
-            "last.linear": "final_layer.linear",
-            "tmlp.0": "time_embed.linear_1",
-            "tmlp.2": "time_embed.linear_2",
-            "tproj.1": "time_mod_proj",
-            "txtmlp.1": "txt_in.linear_1",
-            "txtmlp.3": "txt_in.linear_2",
+            **{"first": "img_in", "last.linear": "final_layer.linear", "tproj.1": "time_mod_proj"},
+            **{"tmlp.0": "time_embed.linear_1", "tmlp.2": "time_embed.linear_2"},
+            **{"txtmlp.1": "txt_in.linear_1", "txtmlp.3": "txt_in.linear_2"},
             "txtfusion.projector": "text_fusion.projector",
         }
     ),

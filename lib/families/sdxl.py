@@ -103,6 +103,7 @@ NAMES = naming.Names(
     layouts={"kohya": naming.KOHYA_LAYOUT, "comfyui": naming.KOHYA_LAYOUT},  # it reads kohya's
     original=_original_names,
     aliases=("lora_unet_",),
+    one_alpha=True,
 )
 
 _CLIP: Mapping[str, Any] = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +10,7 @@ from typing import Any
 
 from lib import adapter, ema, files, stopping, tensors
 from lib.ahead import ahead
-from lib.batches import Assembler, Plan, Records, slots_of
+from lib.batches import Assembler, Group, Plan, Records, StepBatches, slots_of
 from lib.device import pick_device, without_cudnn_attention
 from lib.drawing import GridRequest
 from lib.errors import Problem, StateRefused
@@ -76,7 +76,7 @@ def train_run(
         watch.begin(start)
         finished = train(
             trainer,
-            ahead(assembler.step, groups),
+            ahead(_maker(assembler, trainer), groups),
             config=config,
             total_steps=total_steps,
             num_samples_seen=seen,
@@ -170,6 +170,13 @@ def make_assembler(
     )
 
 
+def _maker(assembler: Assembler, trainer: Trainer) -> Callable[[Group], StepBatches]:
+    """How a thread puts a group together; for a GPU in memory that it copies from by itself."""
+    if trainer.device.type != "cuda":
+        return assembler.step
+    return lambda group: assembler.step(group).packed()
+
+
 def _restore_together(
     trainer: Trainer, folder: Path, key: str, *, extends: Extended | None, events: Events
 ) -> tuple[int, int]:
@@ -187,8 +194,8 @@ def _restore_together(
     told = trainer.team.told(first)
     if told["step"] and not trainer.team.leads:
         path = Path(told["path"])
-        own = extends is None or path.parent == folder
-        _put_back(trainer, checkpoint.load(path, train_key=key if own else extends.train_key))
+        owner = extends.train_key if extends and path == extends.path else key
+        _put_back(trainer, checkpoint.load(path, train_key=owner))
     return told["step"], told["seen"]
 
 

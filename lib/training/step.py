@@ -55,10 +55,10 @@ class Trainer:
         """Gradients over all micro-batches, one update; raises nothing on a non-finite loss."""
         self.optimizer.zero_grad(set_to_none=True)
         loss = torch.zeros((), device=self.device)
-        for number, batch in zip(group.numbers, group.batches, strict=True):
+        for number, batch in zip(group.numbers, group.on(self.device), strict=True):
             self._seed_dropout(group.step, number)
             # A group's weight is its samples: fillers, on whatever process, weigh nothing.
-            share = self._loss(batch.to(self.device), float(group.num_samples))
+            share = self._loss(batch, float(group.num_samples))
             share.backward()
             loss += share.detach()
         loss, asked = self._shared(loss, asked=bool(self.asked()))

@@ -97,12 +97,19 @@ RECIPES = {
         {"seed": [1], "settings": [{"rank": 5}]},
     ),
     recipes.export_key: (
-        {"train": "t", "adapters": ["adapter"], "format": "diffusers", "dtype": "fp32"},
+        {
+            "train": "t",
+            "adapters": ["adapter"],
+            "format": "diffusers",
+            "dtype": "fp32",
+            "prompts": False,
+        },
         {
             "train": ["u"],
             "adapters": [["ema"], ["adapter", "ema"]],
             "format": ["kohya"],
             "dtype": ["bf16"],
+            "prompts": [True],
         },
     ),
     recipes.sample_key: (

@@ -37,9 +37,7 @@ SCALES = {
         "alpha_pattern": {"to_q": 1.5},
     },
 }
-CELLS = [
-    (name, format) for name in families.names() for format in families.get(name).NAMES.formats
-]
+CELLS = [(name, format) for name in families.names() for format in families.get(name).NAMES.formats]
 # diffusers' converter of kohya's FLUX files knows the full width alone; weightless, it costs nothing.
 FULL_WIDTH = {"attention_head_dim": 128, "num_attention_heads": 24, "axes_dims_rope": [16, 56, 56]}
 

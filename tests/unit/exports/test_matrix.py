@@ -62,9 +62,10 @@ def test_alpha_is_there_exactly_where_readers_take_it_and_is_the_rank(name, form
     expected = len(pairs) if format in layouts and layouts[format].alpha else 0
     assert len(alphas) == expected
     for key in alphas:
-        stem, (half,) = key.removesuffix(".alpha"), {"lora_down", "lora_A"} & {
-            part for pair in pairs for part in pair.split(".")
-        }
+        stem, (half,) = (
+            key.removesuffix(".alpha"),
+            {"lora_down", "lora_A"} & {part for pair in pairs for part in pair.split(".")},
+        )
         assert float(tensors[key]) == tensors[f"{stem}.{half}.weight"].shape[0]
 
 

@@ -82,7 +82,8 @@ def exported(base, tmp_path, *, alpha: float, dtype: str = "fp32"):
     source = tmp_path / "adapter.safetensors"
     state = adapter.state_dict(denoiser)
     source.write_bytes(encode(to_stored(state), metadata={}))
-    export_adapter(source, tmp_path, config=config, family=flux, provenance={})
+    options = {"config": config, "family": flux, "denoiser": base.component("transformer")}
+    export_adapter(source, tmp_path, provenance={}, **options)
     return denoiser, tmp_path
 
 

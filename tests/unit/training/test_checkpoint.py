@@ -32,7 +32,7 @@ def at(step):
                 },
                 "a.lora_B.default.weight": {
                     "step": step,
-                    "beta": 0.1 * step,
+                    "beta": step + 0.5,
                     "state1": filled(3, 2).to(torch.uint8),
                 },
             },
