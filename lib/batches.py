@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -96,23 +96,21 @@ class Batch:
     loss_weights: shapes.Weights  # the objective's, by level
     conditioning: Conditioning
     names: tuple[str, ...]
+    TENSORS: ClassVar = ("noisy", "target", "level", "weights", "loss_weights")
 
     def to(self, device: torch.device) -> Batch:
         return self.with_tensors([t.to(device, non_blocking=True) for t in self.tensors()])
 
     def tensors(self) -> list[torch.Tensor]:
         """All of them, in an order that `with_tensors` knows."""
-        return [*(getattr(self, name) for name in _TENSORS), *self.conditioning.values()]
+        return [*(getattr(self, name) for name in self.TENSORS), *self.conditioning.values()]
 
     def with_tensors(self, tensors: Sequence[torch.Tensor]) -> Batch:
         """The same batch of tensors that lie elsewhere."""
-        own, others = tensors[: len(_TENSORS)], tensors[len(_TENSORS) :]
+        own, others = tensors[: len(self.TENSORS)], tensors[len(self.TENSORS) :]
         named = dict(zip(self.conditioning, others, strict=True))
         conditioning = replace(self.conditioning, tensors=named)
-        return replace(self, conditioning=conditioning, **dict(zip(_TENSORS, own, strict=True)))
-
-
-_TENSORS = ("noisy", "target", "level", "weights", "loss_weights")
+        return replace(self, conditioning=conditioning, **dict(zip(self.TENSORS, own, strict=True)))
 
 
 @dataclass(frozen=True)

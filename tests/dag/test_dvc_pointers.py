@@ -88,6 +88,8 @@ def changed(config, setting: str):
         other = not value
     elif isinstance(value, list):
         other = [*value, "more"]
+    elif isinstance(value, dict):
+        other = {**value, "to_q": 2}
     else:
         other = value * 2 if value else type(value)(1)
     node = replace(value_of(config, ".".join(groups)) if groups else config, **{name: other})

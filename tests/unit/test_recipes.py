@@ -251,7 +251,8 @@ def leaves(value=None, prefix=""):
             yield f"{prefix}{field.name}", found
 
 
-LEAVES = list(leaves())
+# `trainer.extend` enters by the digest of the checkpoint it names: tests/dag/test_extend.py.
+LEAVES = [leaf for leaf in leaves() if leaf[0] != "trainer.extend"]
 KEYED_GROUPS = ("adapter", "timesteps", "objective", "optimizer", "lr_schedule")
 KEYED = {
     "trainer.max_steps",
