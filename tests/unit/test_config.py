@@ -153,7 +153,7 @@ def is_read(found, value):
     """Whether a field holds what was given for it; of a group its own fields are asked."""
     if dataclasses.is_dataclass(found):
         return True
-    if isinstance(found, bool | list) or found is None:
+    if isinstance(found, bool | list | dict) or found is None:
         return found == value
     return found == (str(value) if isinstance(found, str) else float(value))
 
