@@ -87,6 +87,17 @@ def _numbers(pattern: str, modules: Sequence[str]) -> list[str]:
     return [middle for middle in middles if middle.isdecimal()]
 
 
+def double_attention() -> dict[str, str | tuple[str, ...]]:
+    """The attention of FLUX's double blocks: pictures and text beside one another."""
+    to_block = "transformer_blocks.*.attn"
+    return {
+        "double_blocks.*.img_attn.qkv": tuple(f"{to_block}.to_{part}" for part in "qkv"),
+        "double_blocks.*.txt_attn.qkv": tuple(f"{to_block}.add_{part}_proj" for part in "qkv"),
+        "double_blocks.*.img_attn.proj": f"{to_block}.to_out.0",
+        "double_blocks.*.txt_attn.proj": f"{to_block}.to_add_out",
+    }
+
+
 def embedders(stem: str, **originals: str) -> dict[str, str]:
     """The two layers each of what FLUX embeds beside the pictures: time, guidance, a vector."""
     named = {**originals, "guidance": "guidance"}

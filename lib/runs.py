@@ -13,7 +13,7 @@ from typing import Any, Literal
 import yaml
 from filelock import FileLock
 
-from lib import files
+from lib import files, stopping
 from lib.errors import DarkroomError, Problem, StateRefused, Stopped, without_credentials
 from lib.events import Events
 from lib.keys import file_digest
@@ -85,9 +85,9 @@ def claim(
         resumable = record and record["state"] != "complete" and not rerun
         folder = Path(record["folder"]) if record and resumable else None
         resumed = folder is not None and folder.is_dir()
-        if folder is not None and (folder / STOP_FILE).exists():
-            why, remedy = "asks this run to stop", "remove the file, then the same command resumes"
-            raise StateRefused(Problem(str(folder / STOP_FILE), why, remedy=remedy))
+        if folder is not None:
+            remedy = "remove the file, then the same command resumes"
+            stopping.refuse_if_asked(folder / STOP_FILE, whom="this run", remedy=remedy)
         if folder is None or not resumed:
             folder = files.claim_folder(outputs / name)
         files.write_json(

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lib.errors import Stopped
+from lib.errors import Problem, StateRefused, Stopped
 
 STOP_FILE = "stop"  # in a run's folder, or in the folder of all runs
 DISCARD = "discard"  # in a stop file: without the checkpoint that a stop otherwise writes
@@ -67,6 +67,12 @@ def discards() -> bool:
             if file.read(64).strip() == DISCARD.encode():
                 return True
     return False
+
+
+def refuse_if_asked(file: Path, *, whom: str, remedy: str) -> None:
+    """Refuse to start what a stop file asks to stop; the file is the user's to remove."""
+    if file.exists():
+        raise StateRefused(Problem(str(file), f"asks {whom} to stop", remedy=remedy))
 
 
 @contextmanager

@@ -60,14 +60,7 @@ NAMES = naming.Names(
     },
     original=naming.by_table(
         {
-            "double_blocks.*.img_attn.qkv": tuple(
-                f"transformer_blocks.*.attn.to_{part}" for part in "qkv"
-            ),
-            "double_blocks.*.txt_attn.qkv": tuple(
-                f"transformer_blocks.*.attn.add_{part}_proj" for part in "qkv"
-            ),
-            "double_blocks.*.img_attn.proj": "transformer_blocks.*.attn.to_out.0",
-            "double_blocks.*.txt_attn.proj": "transformer_blocks.*.attn.to_add_out",
+            **naming.double_attention(),
             "double_blocks.*.img_mlp.0": "transformer_blocks.*.ff.net.0.proj",
             "double_blocks.*.img_mlp.2": "transformer_blocks.*.ff.net.2",
             "double_blocks.*.txt_mlp.0": "transformer_blocks.*.ff_context.net.0.proj",

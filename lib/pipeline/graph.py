@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from types import ModuleType
 
 from lib import families, stopping
@@ -194,7 +193,7 @@ def open_inputs(config: Config) -> Opened:
 def ensure(target: str, config: Config, events: Events) -> Manifest:
     """The target's manifest, making whatever is missing; damaged entries are made again."""
     stop_file = user_path(config.paths.outputs) / stopping.STOP_FILE
-    _refuse_if_stopped(stop_file)
+    stopping.refuse_if_asked(stop_file, whom="every run here", remedy="remove the file")
     # Says that this process writes, from the first file on: what it leaves if killed is cleared.
     with lease(Store(user_path(config.paths.store)), ()), stopping.watching(stop_file):
         opened = open_inputs(config)
@@ -210,12 +209,6 @@ def ensure(target: str, config: Config, events: Events) -> Manifest:
             except EntriesDamaged as found:
                 _set_aside(found, config, opened.store, events)
         return _ensure(target, config, opened, events)
-
-
-def _refuse_if_stopped(stop_file: Path) -> None:
-    if stop_file.exists():
-        why, remedy = "asks every run here to stop", "remove the file"
-        raise StateRefused(Problem(str(stop_file), why, remedy=remedy))
 
 
 def _set_aside(found: EntriesDamaged, config: Config, store: Store, events: Events) -> None:
