@@ -133,7 +133,7 @@ def make_batch(
     torch.manual_seed(1)
     process = family.FACTS.noise.of(family.TINY["scheduler"])
     timesteps = TimestepsConfig(density=preset["density"], shift=float(preset["shift"]))
-    level = process.draw_level(timesteps, seed=0, counter=0, sample_id="random")
+    level = process.draw_level(timesteps, tokens=0, seed=0, counter=0, sample_id="random")
     levels = torch.tensor([level], dtype=torch.float32)
     raw = torch.randn(1, *family.latent_shape(recipe["vae"], height=side, width=side))
     latents = family.normalise(raw, NEUTRAL)

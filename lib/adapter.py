@@ -14,10 +14,9 @@ from peft.utils import get_peft_model_state_dict
 
 from lib import shapes
 from lib.errors import InputRefused, Problem
+from lib.lowrank import ADAPTER, AdaptedLinear
 from lib.random import normal
 from lib.schema import AdapterConfig
-
-ADAPTER = "default"
 
 
 @dataclass(frozen=True)
@@ -113,6 +112,11 @@ def peft_config(config: AdapterConfig) -> LoraConfig:
     )
 
 
+def scale_of(config: AdapterConfig) -> float:
+    """What the product of B and A is multiplied by, in every module."""
+    return config.alpha / (math.sqrt(config.rank) if config.rslora else config.rank)
+
+
 def alpha_of(config: AdapterConfig, rank: int) -> float:
     """The alpha with which a module of this rank has the scale of the others."""
     if config.rslora:
@@ -128,8 +132,10 @@ def _peft_targets(targets: Sequence[str]) -> list[str] | str:
 def inject(denoiser: Any, config: AdapterConfig, *, seed: int) -> Injected:
     """Add the adapter: A normal with std 1/rank, B zero, both float32 whatever the base's dtype."""
     matches = check_targets(denoiser, config.targets, config.rank_pattern)
+    described = peft_config(config)
+    described._register_custom_module({torch.nn.Linear: AdaptedLinear})
     with torch.random.fork_rng(devices=[]):  # PEFT draws too; its numbers are replaced below
-        denoiser.add_adapter(peft_config(config), adapter_name=ADAPTER)
+        denoiser.add_adapter(described, adapter_name=ADAPTER)
     parameters = parameters_of(denoiser)
     for name, parameter in parameters.items():
         parameter.data = _initial(name, tuple(parameter.shape), seed).to(parameter.device)

@@ -208,10 +208,11 @@ class Assembler:
         where = _Draw(seed=self.plan.seed, counter=counter, sample_id=slot.name)
         variant = where.integer(len(slot.latents), "variant")
         latents = self._latents(slot.latents[variant], where)
+        tokens = slot.bucket.tokens(self.family.FACTS.divisor)
         return _DrawnRow(
             latents=latents,
             noise=where.normal(tuple(latents.shape), "noise"),
-            level=self.process.draw_level(self.timesteps, **vars(where)),
+            level=self.process.draw_level(self.timesteps, tokens=tokens, **vars(where)),
             caption=self._caption(slot, where),
             frame=slot.frames[variant],
         )
@@ -225,9 +226,8 @@ class Assembler:
         return self.family.normalise(raw, self.constants)
 
     def _caption(self, slot: Slot, where: _Draw) -> Record:
-        dropped = (
-            self.caption_dropout > 0 and where.uniform("caption_dropout") < self.caption_dropout
-        )
+        share = self.caption_dropout
+        dropped = share > 0 and where.uniform("caption_dropout") < share
         key = self.unconditional if dropped else slot.captions[where.caption(slot)]
         return self.records("captions", key)
 

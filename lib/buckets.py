@@ -28,6 +28,10 @@ class Bucket:
         """(height, width)."""
         return self.height, self.width
 
+    def tokens(self, divisor: int) -> int:
+        """The image tokens of its pictures for a denoiser that sees squares of such a side."""
+        return (self.height // divisor) * (self.width // divisor)
+
 
 @dataclass(frozen=True)
 class Row:

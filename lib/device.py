@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -16,6 +16,17 @@ def pick_device() -> torch.device:
     if not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", local_rank())
+
+
+def arriving(tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None]]:
+    """A tensor on its way to the CPU, and what waits until it is there."""
+    if tensor.device.type != "cuda":
+        return tensor, lambda: None
+    there = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    there.copy_(tensor, non_blocking=True)
+    done = torch.cuda.Event()
+    done.record()
+    return there, done.synchronize
 
 
 @contextmanager

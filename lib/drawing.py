@@ -21,7 +21,7 @@ from lib.hub import Base
 from lib.naming import PEFT
 from lib.random import normal
 from lib.reading import read_file, tensors_of
-from lib.records import DTYPES
+from lib.records import DTYPES, compute_dtype
 from lib.sampling import euler
 from lib.schema import Config
 from lib.store import Store
@@ -144,7 +144,7 @@ def _latents(
     sampler: Sampler, *, adapters: Mapping[str, Path], events: Events
 ) -> dict[str, Column]:
     """Final latents by column."""
-    dtype = DTYPES[sampler.config.precision.mode]
+    dtype = compute_dtype(sampler.config.precision.mode)
     denoiser = sampler.family.load_denoiser(sampler.canvas, dtype=dtype, device=pick_device())
     columns: dict[str, Column] = {"base": [], **{name: [] for name in adapters}}
     total, done = len(columns) * len(sampler.request.prompts), 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -18,14 +18,9 @@ def start(parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 @torch.no_grad()
-def update(
-    average: Mapping[str, torch.Tensor],
-    parameters: Mapping[str, torch.Tensor],
-    *,
-    number: int,
-    decay: float,
+def move(
+    averages: Sequence[torch.Tensor], values: Sequence[torch.Tensor], *, weight: torch.Tensor
 ) -> None:
-    """Move the average towards the parameters, in place."""
-    weight = 1.0 - decay_at(number, decay=decay)
-    targets = [parameters[name].detach() for name in average]
-    torch._foreach_lerp_(list(average.values()), targets, weight)
+    """Move averages towards values in place, by a weight that lies on the device."""
+    for average, value in zip(averages, values, strict=True):
+        average.lerp_(value, weight)

@@ -42,7 +42,7 @@ def extended(config: Config) -> Extended | None:
     if record is None:
         raise _refused(config, f"{folder} holds no run.json that says what it was made of")
     runs.refuse_if_running(user_path(config.paths.store), record["keys"]["train"])
-    for path in sorted(folder.glob("checkpoints/step-*"), reverse=True):
+    for path in reversed(runs.checkpoints(folder / "checkpoints")):
         sealed = sealed_record(path)
         if isinstance(sealed, Mapping):
             key = sealed["train_key"]

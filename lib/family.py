@@ -92,6 +92,8 @@ class Facts:
     latent_dtypes: tuple[str, ...] = ("fp32", "bf16")  # what the autoencoder encodes well in
     min_text_tokens: int = 1
     caption_settings: tuple[str, ...] = ()  # settings of the pipeline that enter caption keys
+    # Layers under one parent that are fed the same tensor, in the order of their calls.
+    shared_inputs: tuple[tuple[str, ...], ...] = ()
     license: str = ""  # of the reference, by the Hub's names; "" where it has one of its own
 
 

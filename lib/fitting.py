@@ -18,6 +18,23 @@ DISTILLED = re.compile(r"(?<![a-z])(turbo|schnell|lightning|hyper|lcm|dmd2?|dist
 
 def base_problems(base: Base, *, family: Family, others: Mapping[str, Facts]) -> Iterator[Problem]:
     """Whatever keeps a base from being this family's: its index, its files, how it is stored."""
+    found = list(index_problems(base, family=family, others=others))
+    yield from found
+    if not found and not isinstance(base, UnbuiltTiny):
+        yield from _quantised(f"family.base={base.reference}", base, family.FACTS)
+
+
+def family_of(base: Base, families: Mapping[str, Facts]) -> str | None:
+    """The family whose pipeline a base's index names, if it can be read."""
+    try:
+        pipeline = base.index().get("_class_name")
+    except (OSError, ValueError):
+        return None
+    return next((name for name, facts in families.items() if pipeline in facts.pipelines), None)
+
+
+def index_problems(base: Base, *, family: Family, others: Mapping[str, Facts]) -> Iterator[Problem]:
+    """What can be said by the index and the names of files, in no time."""
     if isinstance(base, UnbuiltTiny):
         return
     setting = f"family.base={base.reference}"
@@ -32,10 +49,7 @@ def base_problems(base: Base, *, family: Family, others: Mapping[str, Facts]) ->
     if wrong := list(_pipeline_problems(setting, index, family.FACTS, others)):
         yield from wrong
         return
-    found = list(_component_problems(setting, base, index, family.FACTS))
-    yield from found
-    if not found:
-        yield from _quantised(setting, base, family.FACTS)
+    yield from _component_problems(setting, base, index, family.FACTS)
 
 
 def distillation_problem(base: Base, *, family: Family) -> Problem | None:

@@ -93,6 +93,17 @@ class Base:
         self._remember(name, config_path, component)
         return component
 
+    def outline(self, name: str) -> Component:
+        """A component's class and configuration; no weight is read, fetched or remembered."""
+        if self.remote:
+            path = hub_download.configuration(*self.remote, component=name)
+        else:
+            path = _config_path(self.root / name)
+        if path is None:
+            raise _missing(self, name, "config.json")
+        config = json.loads(path.read_text(encoding="utf-8"))
+        return Component(class_name(self.index(), name), config=config, weights={})
+
     def identity(self, name: str) -> str:
         return self.component(name).identity.digest
 
@@ -160,6 +171,9 @@ class UnbuiltTiny(Base):
     def component(self, name: str) -> Component:
         config = self._family.TINY.get(name, {})
         return Component(self._family.FACTS.classes[name].split("|")[0], config=config, weights={})
+
+    def outline(self, name: str) -> Component:
+        return self.component(name)
 
     def build(self) -> Base:
         """Save it once, under its recipe's digest; another process may be first."""

@@ -30,6 +30,14 @@ def index(repo: str, *, revision: str | None) -> Path:
         return Path(hf_hub_download(repo, "model_index.json", revision=revision)).parent
 
 
+def configuration(repo: str, commit: str, *, component: str) -> Path:
+    """One component's config.json."""
+    from huggingface_hub import hf_hub_download
+
+    with _explained(repo, commit):
+        return Path(hf_hub_download(repo, f"{component}/config.json", revision=commit))
+
+
 def component(repo: str, commit: str, *, component: str) -> Path:
     """Download one component's files; returns the snapshot folder."""
     from huggingface_hub import snapshot_download

@@ -4,6 +4,7 @@ diffusers splits what the authors' code keeps in one matrix (query, key and valu
 module may be several of diffusers', whose rows lie one after the other.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -52,26 +53,43 @@ class Names:
         """What an adapter of this family can be exported as."""
         return tuple(name for name in FORMATS if name == PEFT or name in self.layouts)
 
+    def lost_modules(self, format: str) -> tuple[str, ...]:
+        """Diffusers' modules that are lost in a format, as far as a table tells without a model."""
+        groups = self.original.patterns if isinstance(self.original, Table) else {}
+        begins = self.lost.get(format, ())
+        return tuple(m for name, parts in groups.items() if name.startswith(begins) for m in parts)
+
 
 def same_names(modules: Sequence[str]) -> Groups:
     """The original names are diffusers' own."""
     return {module: (module,) for module in modules}
 
 
-def by_table(table: Mapping[str, str | tuple[str, ...]]) -> Callable[[Sequence[str]], Groups]:
+@dataclass(frozen=True)
+class Table:
     """Groups by a table of patterns, in which `*` is one number, the same on both sides."""
 
-    def groups(modules: Sequence[str]) -> Groups:
+    patterns: Groups
+
+    def __call__(self, modules: Sequence[str]) -> Groups:
         there, found = set(modules), {}
-        for original, listed in table.items():
-            parts = (listed,) if isinstance(listed, str) else listed
+        for original, parts in self.patterns.items():
             for number in _numbers(parts[0], modules):
                 filled = tuple(part.replace("*", number) for part in parts)
                 if there.issuperset(filled):
                     found[original.replace("*", number)] = filled
         return found
 
-    return groups
+
+def by_table(table: Mapping[str, str | tuple[str, ...]]) -> Table:
+    """A table in which a module that is one of diffusers' stands without parentheses."""
+    return Table({n: (of,) if isinstance(of, str) else of for n, of in table.items()})
+
+
+def is_named(module: str, *, target: str) -> bool:
+    """Whether a target means a module: its name or the end of it; `*` is one part of a name."""
+    expression = re.escape(target).replace(r"\*", "[^.]+")
+    return re.fullmatch(rf"(?:.*\.)?{expression}", module) is not None
 
 
 def _numbers(pattern: str, modules: Sequence[str]) -> list[str]:

@@ -10,7 +10,15 @@ import numpy as np
 
 from lib import shapes
 from lib.errors import InputRefused, Problem
-from lib.timesteps import draw_sigma, draw_unit, shift_sigma
+from lib.timesteps import (
+    POINTS,
+    TOKENS,
+    draw_sigma,
+    draw_unit,
+    shift_sigma,
+    shifted_by_size,
+    size_problems,
+)
 
 if TYPE_CHECKING:
     from lib.schema import ObjectiveConfig, TimestepsConfig
@@ -47,11 +55,21 @@ class NoiseProcess(Protocol):
         """What enters train keys."""
         ...
 
-    def draw_level(
-        self, settings: TimestepsConfig, *, seed: int, counter: int, sample_id: str
-    ) -> float: ...
+    def problems(self, settings: TimestepsConfig) -> Iterator[Problem]:
+        """Why the base's scheduler cannot be followed as the settings ask."""
+        ...
 
-    def level_at(self, place: float, *, shift: float) -> float:
+    def points(self, settings: TimestepsConfig) -> Mapping[str, Any]:
+        """The scheduler's numbers that move levels: what enters train keys beside `identity`."""
+        ...
+
+    def draw_level(
+        self, settings: TimestepsConfig, *, tokens: int, seed: int, counter: int, sample_id: str
+    ) -> float:
+        """Of a picture that is so many image tokens."""
+        ...
+
+    def level_at(self, place: float, *, settings: TimestepsConfig, tokens: int) -> float:
         """The level at a place in (0, 1] of a uniform density."""
         ...
 
@@ -88,23 +106,36 @@ class Flow:
     weightings: ClassVar[tuple[str, ...]] = ("none", "bell")
     shifts: ClassVar[bool] = True
 
+    def __init__(self, scheduler: Mapping[str, Any]):
+        self._scheduler = scheduler
+
     @classmethod
     def of(cls, scheduler: Mapping[str, Any]) -> Flow:
-        """Nothing of a scheduler's table is used (design 6)."""
-        return cls()
+        """Of the scheduler only its shift by size is used, and that by choice; never its table."""
+        return cls(scheduler)
 
     @property
     def identity(self) -> Any:
         return "flow-velocity"
 
+    def problems(self, settings: TimestepsConfig) -> Iterator[Problem]:
+        yield from size_problems(settings, scheduler=self._scheduler)
+
+    def points(self, settings: TimestepsConfig) -> Mapping[str, Any]:
+        if settings.shift_by != TOKENS:
+            return {}
+        return {name: self._scheduler.get(name, usual) for name, usual in POINTS.items()}
+
     def draw_level(
-        self, settings: TimestepsConfig, *, seed: int, counter: int, sample_id: str
+        self, settings: TimestepsConfig, *, tokens: int, seed: int, counter: int, sample_id: str
     ) -> float:
         """Sigma in (0, 1]."""
-        return draw_sigma(settings, seed=seed, counter=counter, sample_id=sample_id)
+        own = shifted_by_size(settings, tokens=tokens, scheduler=self._scheduler)
+        return draw_sigma(own, seed=seed, counter=counter, sample_id=sample_id)
 
-    def level_at(self, place: float, *, shift: float) -> float:
-        return float(shift_sigma(np.float32(place), shift=shift))
+    def level_at(self, place: float, *, settings: TimestepsConfig, tokens: int) -> float:
+        own = shifted_by_size(settings, tokens=tokens, scheduler=self._scheduler)
+        return float(shift_sigma(np.float32(place), shift=own.shift))
 
     def noisiness(self, level: float) -> float:
         return level
@@ -165,6 +196,13 @@ class DDPM:
     def identity(self) -> Any:
         return {"name": "ddpm", **{name: self._config[name] for name in DDPM_DEFAULTS}}
 
+    def problems(self, settings: TimestepsConfig) -> Iterator[Problem]:
+        """None: what it cannot be, `of` refuses, and a shift is refused by `shifts`."""
+        yield from ()
+
+    def points(self, settings: TimestepsConfig) -> Mapping[str, Any]:
+        return {}
+
     @cached_property
     def _scheduler(self) -> Any:
         from diffusers import DDPMScheduler
@@ -172,12 +210,12 @@ class DDPM:
         return DDPMScheduler.from_config(dict(self._config))
 
     def draw_level(
-        self, settings: TimestepsConfig, *, seed: int, counter: int, sample_id: str
+        self, settings: TimestepsConfig, *, tokens: int, seed: int, counter: int, sample_id: str
     ) -> float:
         place = draw_unit(settings, seed=seed, counter=counter, sample_id=sample_id)
         return float(min(np.floor(np.float32(1000) * place), np.float32(999)))
 
-    def level_at(self, place: float, *, shift: float) -> float:
+    def level_at(self, place: float, *, settings: TimestepsConfig, tokens: int) -> float:
         return float(np.ceil(1000 * place) - 1)  # of a Python number: 0.127 is not 127.00001
 
     def noisiness(self, level: float) -> float:

@@ -11,7 +11,7 @@ def per_sample_loss(prediction: shapes.Prediction, target: shapes.Target) -> sha
 
 
 def group_loss(
-    losses: shapes.PerSample, weights: shapes.Weights, *, total_weight: float
+    losses: shapes.PerSample, weights: shapes.Weights, *, total_weight: float | shapes.Scalar
 ) -> shapes.Scalar:
     """A micro-batch's share of the group's loss; the shares of all micro-batches add up to it."""
     return (losses * weights).sum() / total_weight

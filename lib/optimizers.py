@@ -57,19 +57,29 @@ def name_of(optimizer: torch.optim.Optimizer) -> str:
     return "adamw" if isinstance(optimizer, torch.optim.AdamW) else "adamw_8bit"
 
 
-def update(optimizer: Any, *, rate: float, finite: torch.Tensor) -> None:
-    """One step at this rate; where the loss or the norm is not finite nothing moves."""
-    if not isinstance(optimizer, torch.optim.AdamW):
-        for group in optimizer.param_groups:
+def moves_on_device(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step of it is device work alone, which a CUDA graph can hold."""
+    return isinstance(optimizer, torch.optim.AdamW)
+
+
+def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """The rate of the next step, kept where the optimizer reads it."""
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"].fill_(rate)
+        else:
             group["lr"] = rate
+
+
+def update(optimizer: Any, *, finite: torch.Tensor) -> None:
+    """One step; where the loss or the norm is not finite nothing moves."""
+    if not moves_on_device(optimizer):
         if bool(finite):  # it has no gate of its own: the host waits for the answer
             optimizer.step()
         return
-    for group in optimizer.param_groups:
-        group["lr"].fill_(rate)
     # The fused kernel reads found_inf on the device: no weight moves on a non-finite step.
-    optimizer.found_inf = (~finite).float()  # type: ignore[attr-defined]
-    optimizer.grad_scale = None  # type: ignore[attr-defined]
+    optimizer.found_inf = (~finite).float()
+    optimizer.grad_scale = None
     optimizer.step()
 
 
@@ -99,6 +109,7 @@ def _adamw(tensors: Sequence[torch.nn.Parameter], config: OptimizerConfig) -> to
         eps=config.eps,
         weight_decay=config.weight_decay,
         fused=True,
+        capturable=tensors[0].device.type == "cuda",  # its step may be part of a CUDA graph
     )
 
 

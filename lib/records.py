@@ -14,6 +14,13 @@ DTYPES = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }
+
+
+def compute_dtype(mode: str) -> torch.dtype:
+    """What a run of this `precision.mode` computes in; layers in few bits are for training."""
+    return torch.float32 if mode == "fp32" else torch.bfloat16
+
+
 _NAMES = {
     torch.float32: "F32",
     torch.bfloat16: "BF16",

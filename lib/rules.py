@@ -16,6 +16,7 @@ SCHEDULES = (
 )
 DENSE = ("fp32", "bf16")
 DTYPES = (*DENSE, "fp16")
+PRECISIONS = (*DENSE, "fp8", "int8", "nf4")
 _COLOUR = re.compile("#[0-9a-fA-F]{6}")
 
 
@@ -51,7 +52,7 @@ def _ranks(pattern: dict[str, int]) -> bool:
 
 
 RULES: tuple[Rule, ...] = (
-    _choice("precision.mode", "fp32", "bf16"),
+    _choice("precision.mode", *PRECISIONS),
     Rule("dataset.trigger", lambda v: v is None or _word(v), "words on one line, or null"),
     Rule("dataset.prefix", lambda v: v is None or v.strip() != "", "a text, or null"),
     Rule("dataset.background", lambda v: _COLOUR.fullmatch(v) is not None, "#rrggbb"),
@@ -77,6 +78,7 @@ RULES: tuple[Rule, ...] = (
     _number("timesteps.mean", -10, 10),
     _number("timesteps.std", 0.01, 10),
     _above("timesteps.shift", 0),
+    _choice("timesteps.shift_by", "constant", "tokens"),
     _choice("objective.weighting", "none", "bell", "min_snr"),
     _above("objective.snr_gamma", 0),
     _choice("optimizer.name", "adamw", "adamw_8bit"),
@@ -96,6 +98,8 @@ RULES: tuple[Rule, ...] = (
     _number("trainer.max_grad_norm", 0, 1e6, "0 turns clipping off"),
     Rule("trainer.ema_decay", lambda v: 0 <= v < 1, "0 (no average) to below 1"),
     _number("trainer.save_every", 1, 100_000),
+    _choice("trainer.compile", "auto", "always", "never"),
+    _choice("trainer.cuda_graphs", "auto", "never"),
     Rule("trainer.caption_dropout", lambda v: 0 <= v < 1, "0 to below 1"),
     Rule("validation.fraction", lambda v: 0 <= v < 1, "0 (none) to below 1"),
     _number("validation.every", 1, 100_000),

@@ -111,6 +111,9 @@ def _no_effect(config: Config) -> Iterator[Problem]:
         if timesteps.density == "uniform" and value != getattr(default.timesteps, name):
             why = "timesteps.density=uniform has none"
             yield _ignored(f"timesteps.{name}={value}", why, "use timesteps=logit_normal")
+    if timesteps.shift_by == "tokens" and timesteps.shift != 1:
+        why = "timesteps.shift_by=tokens takes the shift from each bucket's size"
+        yield _ignored(f"timesteps.shift={timesteps.shift}", why, "use timesteps.shift=1")
     objective = config.objective
     if objective.weighting != "min_snr" and objective.snr_gamma != default.objective.snr_gamma:
         yield _ignored(

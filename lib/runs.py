@@ -2,6 +2,7 @@
 
 import json
 import platform
+import re
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,6 +24,8 @@ from lib.stopping import STOP_FILE
 
 LIBRARIES = ("torch", "diffusers", "transformers", "peft", "numpy", "pillow", "safetensors")
 ADAPTER_FILE, EMA_FILE = "adapter/adapter.safetensors", "ema/adapter.safetensors"
+
+_CHECKPOINT = re.compile(r"step-([0-9]{8})")
 
 State = Literal["running", "complete", "stopped"]
 
@@ -133,9 +136,16 @@ def steps_done(store: Path, key: str, *, rerun: bool) -> int:
     return _newest_step(Path(record["folder"]))
 
 
+def checkpoints(folder: Path) -> list[Path]:
+    """Checkpoints by their steps, the last one last; other names are a user's copies."""
+    named = {path: _CHECKPOINT.fullmatch(path.name) for path in folder.glob("step-*")}
+    steps = {int(found[1]): path for path, found in named.items() if found}
+    return [steps[step] for step in sorted(steps)]
+
+
 def _newest_step(folder: Path) -> int:
-    names = sorted(path.name for path in folder.glob("checkpoints/step-*"))
-    return int(names[-1].removeprefix("step-")) if names else 0
+    found = checkpoints(folder / "checkpoints")
+    return int(found[-1].name.removeprefix("step-")) if found else 0
 
 
 def describe(

@@ -29,15 +29,3 @@ def flow_schedule(
     made.set_timesteps(sigmas=line, mu=mu)
     sigmas = tuple(made.sigmas[:-1].tolist())
     return Schedule(sigmas, levels=sigmas)
-
-
-def mu_of_tokens(tokens: int, *, scheduler: Mapping[str, Any], most: int = 4096) -> float:
-    """Linear in the number of image tokens, through the two points that a base's scheduler names.
-
-    `most` is the pipeline's own default for the second point.
-    """
-    fewest = scheduler.get("base_image_seq_len", 256)
-    most = scheduler.get("max_image_seq_len", most)
-    low, high = scheduler.get("base_shift", 0.5), scheduler.get("max_shift", 1.15)
-    slope = (high - low) / (most - fewest)
-    return tokens * slope + (low - slope * fewest)

@@ -101,6 +101,7 @@ class TimestepsConfig:
     mean: float = 0.0
     std: float = 1.0
     shift: float = 1.0
+    shift_by: str = "constant"
 
 
 @dataclass(frozen=True)
@@ -138,6 +139,8 @@ class TrainerConfig:
     save_every: int = 100
     caption_dropout: float = 0.0
     gradient_checkpointing: bool = False
+    compile: str = "auto"
+    cuda_graphs: str = "auto"
     extend: str | None = None
 
 

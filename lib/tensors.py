@@ -102,6 +102,14 @@ def entry_digest(tensors: Mapping[str, Tensor], *, metadata: Mapping[str, str]) 
     return total.hexdigest()
 
 
+def is_finite(dtype: str, data: bytes) -> bool:
+    """Whether all numbers of a tensor of a known dtype are finite."""
+    if (mask := _NOT_FINITE.get(dtype)) is None:
+        return True
+    bits = np.frombuffer(data, dtype=f"<u{ITEM_BYTES[dtype]}")
+    return not np.any((bits & bits.dtype.type(mask)) == mask)
+
+
 def _check(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
     """Raise a ValueError for what could not be read back as it is."""
     if "__metadata__" in tensors or "digest" in metadata:
@@ -119,10 +127,8 @@ def _check_tensor(name: str, tensor: Tensor) -> None:
     item_bytes = ITEM_BYTES[tensor.dtype]
     if len(tensor.data) != item_bytes * prod(tensor.shape):
         raise ValueError(f"tensor {name!r}: {len(tensor.data)} bytes for shape {tensor.shape}")
-    if mask := _NOT_FINITE.get(tensor.dtype):
-        bits = np.frombuffer(tensor.data, dtype=f"<u{item_bytes}")
-        if np.any((bits & bits.dtype.type(mask)) == mask):
-            raise ValueError(f"tensor {name!r} is not finite")
+    if not is_finite(tensor.dtype, tensor.data):
+        raise ValueError(f"tensor {name!r} is not finite")
 
 
 def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -67,6 +67,7 @@ PUBLIC = {
     "sample.base=someone/flux-turbo sample.revision=0123abc": ("sample.revision", "0123abc"),
     "timesteps=uniform": ("timesteps.density", "uniform"),
     "timesteps.shift=3": ("timesteps.shift", 3.0),
+    "timesteps.shift_by=tokens": ("timesteps.shift_by", "tokens"),
     "optimizer=adamw": ("optimizer.name", "adamw"),
     "optimizer=adamw_8bit": ("optimizer.name", "adamw_8bit"),
     "optimizer.lr=5e-5": ("optimizer.lr", 5e-5),

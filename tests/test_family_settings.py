@@ -227,6 +227,35 @@ def bases(family, folder):
         yield saved(folder / "other", family, **DISTILLED[family.FACTS.name]), True
 
 
+# What a base says of its schedule, and why sigma is not shifted by tokens then; "": it is.
+BY_TOKENS = {
+    ("sdxl", None): "would have no effect",
+    ("z_image", None): "a base with use_dynamic_shifting",
+    ("z_image", "exponential"): "",
+    ("flux", None): "",
+    ("flux", "linear"): "time_shift_type=linear",
+    ("flux2_klein", "linear"): "time_shift_type=linear",
+    ("flux2_klein", None): "",
+    ("krea2", None): "",
+    ("qwen_image", None): "",
+}
+
+
+@pytest.mark.parametrize(("name", "kind"), BY_TOKENS)
+def test_sigma_is_shifted_by_tokens_where_the_base_s_own_schedule_is(name, kind, tmp_path):
+    family, (_, config) = families.get(name), plain(name)
+    stated = {"use_dynamic_shifting": True, "time_shift_type": kind} if kind else {}
+    folder = saved(tmp_path / "base", family, scheduler=stated)
+    asked = dataclasses.replace(
+        config,
+        family=dataclasses.replace(config.family, base=str(folder)),
+        timesteps=dataclasses.replace(config.timesteps, shift=1.0, shift_by="tokens"),
+    )
+    found, expected = list(graph.problems(asked, online=False)), BY_TOKENS[name, kind]
+    assert [p.subject for p in found] == ["timesteps.shift_by=tokens"] * bool(expected)
+    assert all(expected in str(problem) and problem.remedy for problem in found)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_distilled_base_is_refused_without_consent(name, tmp_path):
     family, (_, config) = families.get(name), plain(name)

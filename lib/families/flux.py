@@ -14,7 +14,8 @@ from lib import guidance as guidance_rules
 from lib.components import load_encoder, load_model
 from lib.family import Conditioning, Facts, Frame, Record, Schedule
 from lib.noise import Flow
-from lib.schedules import flow_schedule, mu_of_tokens
+from lib.schedules import flow_schedule
+from lib.timesteps import mu_of_tokens
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -51,6 +52,11 @@ FACTS = Facts(
     noise=Flow,
     reference="black-forest-labs/FLUX.1-dev",
     diffusers="0.30",
+    shared_inputs=(
+        ("proj_mlp", "attn.to_q", "attn.to_k", "attn.to_v"),  # of single blocks
+        ("to_q", "to_k", "to_v"),
+        ("add_q_proj", "add_k_proj", "add_v_proj"),
+    ),
 )
 
 NAMES = naming.Names(

@@ -52,6 +52,7 @@ FACTS = Facts(
     noise=Flow,
     reference="black-forest-labs/FLUX.2-klein-base-4B",
     diffusers="0.37",
+    shared_inputs=(("to_q", "to_k", "to_v"), ("add_q_proj", "add_k_proj", "add_v_proj")),
     license="apache-2.0",
 )
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lib import autoencoders, guidance, naming, packing, schedules, shapes, texts, tiny
+from lib import autoencoders, guidance, naming, packing, schedules, shapes, texts, timesteps, tiny
 from lib.components import load_encoder, load_model
 from lib.errors import InputRefused, Problem
 from lib.family import Conditioning, Facts, Frame, Record, Schedule
@@ -55,6 +55,7 @@ FACTS = Facts(
     noise=Flow,
     reference="krea/Krea-2-Raw",
     diffusers="0.39.0",
+    shared_inputs=(("to_q", "to_k", "to_v", "to_gate"), ("gate", "up")),
     caption_settings=("text_encoder_select_layers",),
 )
 
@@ -302,7 +303,7 @@ def sampling_schedule(steps: int, *, latent_size: tuple[int, int], base: Base) -
     """Shifted by the number of image tokens; a distilled base by a fixed amount."""
     scheduler = base.component("scheduler").config
     tokens = packing.num_tokens(latent_size)
-    mu = schedules.mu_of_tokens(tokens, scheduler=scheduler, most=6400)
+    mu = timesteps.mu_of_tokens(tokens, scheduler=scheduler, most=6400)
     distilled = base.settings.get("is_distilled")
     return schedules.flow_schedule(steps, scheduler=scheduler, mu=DISTILLED_MU if distilled else mu)
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lib import autoencoders, guidance, naming, packing, schedules, shapes, texts, tiny
+from lib import autoencoders, guidance, naming, packing, schedules, shapes, texts, timesteps, tiny
 from lib.components import load_encoder, load_model
 from lib.family import Conditioning, Facts, Frame, Record, Schedule
 from lib.noise import Flow
@@ -51,6 +51,7 @@ FACTS = Facts(
     noise=Flow,
     reference="Qwen/Qwen-Image",
     diffusers="0.35.0",
+    shared_inputs=(("to_q", "to_k", "to_v"), ("add_q_proj", "add_k_proj", "add_v_proj")),
     license="apache-2.0",
 )
 
@@ -221,7 +222,7 @@ def sampling_schedule(steps: int, *, latent_size: tuple[int, int], base: Base) -
         return Schedule((1.0,), levels=(1.0,))
     scheduler = base.component("scheduler").config
     tokens = packing.num_tokens(latent_size)
-    mu = schedules.mu_of_tokens(tokens, scheduler=scheduler)
+    mu = timesteps.mu_of_tokens(tokens, scheduler=scheduler)
     return schedules.flow_schedule(steps, scheduler=scheduler, mu=mu)
 
 

@@ -55,6 +55,7 @@ FACTS = Facts(
     noise=DDPM,
     reference="stabilityai/stable-diffusion-xl-base-1.0",
     diffusers="0.18",
+    shared_inputs=(("attn1.to_q", "attn1.to_k", "attn1.to_v"), ("attn2.to_k", "attn2.to_v")),
     license="openrail++",
     latent_dtypes=("fp32",),  # its autoencoder's activations are made for no less
     caption_settings=("force_zeros_for_empty_prompt",),

@@ -15,7 +15,8 @@ from lib.components import load_encoder, load_model
 from lib.errors import InputRefused, Problem
 from lib.family import Conditioning, Facts, Frame, Record, Schedule
 from lib.noise import Flow
-from lib.schedules import flow_schedule, mu_of_tokens
+from lib.schedules import flow_schedule
+from lib.timesteps import mu_of_tokens
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -51,6 +52,7 @@ FACTS = Facts(
     noise=Flow,
     reference="Tongyi-MAI/Z-Image",
     diffusers="0.36",
+    shared_inputs=(("to_q", "to_k", "to_v"), ("w1", "w3")),
     license="apache-2.0",
 )
 

@@ -13,6 +13,7 @@ from lib.fitting import base_problems, diffusers_problem, distillation_problem
 from lib.hub import Base, UnbuiltTiny, on_hub, open_base
 from lib.leases import lease
 from lib.memory import Memory
+from lib.naming import is_named
 from lib.pipeline import (
     build_latent_cache,
     encode_captions,
@@ -22,7 +23,7 @@ from lib.pipeline import (
     train,
 )
 from lib.pipeline.contract import Inputs, StagePlan
-from lib.schema import Config, FamilyConfig
+from lib.schema import Config, FamilyConfig, TimestepsConfig
 from lib.store import Manifest, Store
 from lib.team import this_process
 from lib.verify import EntriesDamaged
@@ -99,7 +100,7 @@ def _base_problems(config: Config, family: Family) -> Iterator[Problem]:
         yield distilled
     if config.sample.negative_prompt is not None and config.sample.base is None:
         yield from _negative_rules(config, family, base)
-    process_of(family, base)
+    yield from process_of(family, base).problems(config.timesteps)
 
 
 def _canvas_problems(config: Config, family: Family) -> Iterator[Problem]:
@@ -149,6 +150,7 @@ def _family_rules(config: Config, family: Family) -> Iterator[Problem]:
     if (format := config.export.format) not in (formats := family.NAMES.formats):
         why = f"diffusers reads no such adapter of family={facts.name}"
         yield Problem(f"export.format={format}", why, ", ".join(formats))
+    yield from _lost_in_export(config, family)
     if (weighting := config.objective.weighting) not in facts.noise.weightings:
         why, allowed = f"family={facts.name} has none such", ", ".join(facts.noise.weightings)
         yield Problem(f"objective.weighting={weighting}", why, allowed)
@@ -156,9 +158,22 @@ def _family_rules(config: Config, family: Family) -> Iterator[Problem]:
         why = f"does not divide among the {processes} processes of the run"
         allowed = f"a multiple of WORLD_SIZE={processes}"
         yield Problem(f"trainer.batch_size={config.trainer.batch_size}", why, allowed)
-    if config.timesteps.shift != 1 and not facts.noise.shifts:
-        why = f"would have no effect: family={facts.name} has steps, not sigmas, to draw"
-        yield Problem(f"timesteps.shift={config.timesteps.shift}", why, remedy="drop it")
+    for name in ("shift", "shift_by"):
+        value = getattr(config.timesteps, name)
+        if value != getattr(TimestepsConfig(), name) and not facts.noise.shifts:
+            why = f"would have no effect: family={facts.name} has steps, not sigmas, to draw"
+            yield Problem(f"timesteps.{name}={value}", why, remedy="drop it")
+
+
+def _lost_in_export(config: Config, family: Family) -> Iterator[Problem]:
+    """Modules that the run would train and its export could not write: after hours, not before."""
+    format, names = config.export.format, family.NAMES
+    for target in config.adapter.targets:
+        lost = [m for m in names.lost_modules(format) if is_named(m, target=target)]
+        if lost:
+            why = f"its readers would leave out {lost[0]}, which adapter.targets={target} means"
+            allowed = ", ".join(one for one in names.formats if one != format)
+            yield Problem(f"export.format={format}", why, allowed, "or drop the target")
 
 
 def _all_facts() -> dict[str, Facts]:

@@ -243,16 +243,17 @@ def _settings(config: Config) -> dict[str, Any]:
 
 def _key(config: Config, inputs: Inputs, steps: int, *, extends: str | None) -> Key:
     """Everything that moves the weights; levers such as the micro-batch stay out (design 3)."""
-    facts = inputs.family.FACTS
+    facts, process = inputs.family.FACTS, process_of(inputs.family, inputs.base)
     roles = ("train", "unconditional") if config.trainer.caption_dropout > 0 else ("train",)
     return train_key(
         manifest=inputs.upstream["prepare_dataset"].payload["keys"]["manifest"],
         captions=digest(entry_keys(inputs.upstream["encode_captions"], *roles)),
         latents=digest(entry_keys(inputs.upstream["build_latent_cache"], "train")),
         denoiser=inputs.base.identity(facts.denoiser),
-        objective=process_of(inputs.family, inputs.base).identity,
+        objective=process.identity,
         settings=_settings(config),
         plan_version=PLAN_VERSION,
         total_steps=steps,
         extends=extends,
+        **({"shift_points": points} if (points := process.points(config.timesteps)) else {}),
     )

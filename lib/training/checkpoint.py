@@ -15,6 +15,7 @@ from lib.extending import MANIFEST, sealed_record
 from lib.keys import canonical_json, digest, file_digest
 from lib.optimizers import name_of
 from lib.records import from_stored, to_stored
+from lib.runs import checkpoints
 
 KEEP = 2
 STATE = "state.safetensors"
@@ -95,7 +96,7 @@ def save(folder: Path, checkpoint: Checkpoint, *, train_key: str) -> Path:
             sealed = {**record, "digest": digest(record)}
             files.write_bytes(staged / MANIFEST, canonical_json(sealed))
     load(path, train_key=train_key)
-    for old in _paths(folder)[:-KEEP]:
+    for old in checkpoints(folder)[:-KEEP]:
         files.remove(old)
     return path
 
@@ -159,7 +160,7 @@ class Latest:
 def latest(folder: Path, *, train_key: str) -> Latest:
     """The newest checkpoint that is whole; damaged newer ones are named and set aside."""
     damaged = []
-    for path in reversed(_paths(folder)):
+    for path in reversed(checkpoints(folder)):
         try:
             return Latest(load(path, train_key=train_key), tuple(damaged), path)
         except (OSError, ValueError, KeyError) as error:
@@ -181,10 +182,6 @@ def _set_aside_if_damaged(path: Path, *, train_key: str) -> None:
 def _set_aside(path: Path) -> None:
     """Out of the count of those that are kept, there to be looked at."""
     files.move(path, files.free_name(path.with_name(f"damaged-{path.name}")))
-
-
-def _paths(folder: Path) -> list[Path]:
-    return sorted(folder.glob("step-*"))
 
 
 def _under(prefix: str, state: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -15,7 +15,7 @@ from lib.optimizers import learning_rate
 from lib.schema import Config
 from lib.training import checkpoint
 from lib.training.checkpoint import Checkpoint
-from lib.training.step import StepResult, Trainer
+from lib.training.step import Launched, StepResult, Trainer
 
 
 class Diverged(DarkroomError):
@@ -64,6 +64,15 @@ class Progress:
         return self.samples_timed / (perf_counter() - self.clock)
 
 
+@dataclass(frozen=True)
+class _Launched:
+    """A step whose numbers have not been read yet."""
+
+    group: StepBatches
+    rate: float
+    step: Launched
+
+
 def train(
     trainer: Trainer,
     groups: Iterable[StepBatches],
@@ -75,11 +84,14 @@ def train(
     train_key: str,
     events: Events,
     after_step: Callable[[int], None] = lambda _step: None,
+    looks_at: Callable[[int], bool] = lambda _step: True,
 ) -> Finished:
     """Run all groups; a checkpoint every `trainer.save_every` steps and at the end.
 
-    `after_step` is called with the number of steps done, once their checkpoint is written. A
-    request to stop ends the loop after the step, with a checkpoint.
+    `after_step` is called with the number of steps done, once their checkpoint is written, where
+    `looks_at` says that it has something to do. A request to stop ends the loop after the step,
+    with a checkpoint. Where nothing is to be done after a step, the next is handed to the device
+    before its numbers are read.
     """
     progress, loss, steps = Progress(num_samples_seen), float("nan"), 0
 
@@ -87,6 +99,21 @@ def train(
         if trainer.team.leads:
             _save(trainer, step, progress, folder=folder, train_key=train_key)
 
+    def read(launched: _Launched) -> StepResult:
+        nonlocal loss, steps
+        result = launched.step.result()
+        if not result.finite:
+            raise _diverged(launched.group, result)
+        progress.add(launched.group.num_samples)
+        loss, steps, done = result.loss, steps + 1, launched.group.step + 1
+        _report(events, done, result, rate=launched.rate, progress=progress)
+        events.progress(done, total_steps, unit="steps")
+        return result
+
+    def due(step: int) -> bool:
+        return step % config.trainer.save_every == 0 or step == total_steps
+
+    unread: _Launched | None = None
     for group in groups:
         rate = learning_rate(
             config.lr_schedule,
@@ -94,25 +121,30 @@ def train(
             step=group.step,
             total_steps=total_steps,
         )
-        result = trainer.step(group, rate=rate)
-        if not result.finite:
-            raise _diverged(group, result)
-        progress.add(group.num_samples)
-        loss, steps, done = result.loss, steps + 1, group.step + 1
-        _report(events, done, result, rate=rate, progress=progress)
-        events.progress(done, total_steps, unit="steps")
-        if done % config.trainer.save_every == 0 or done == total_steps:
+        launched = _Launched(group, rate, trainer.launch(group, rate=rate))
+        if unread is not None:
+            read(unread)
+        unread, done = launched, group.step + 1
+        together = trainer.team.size > 1  # who else is asked to stop is known from the numbers
+        if not (together or due(done) or looks_at(done) or trainer.asked()):
+            continue
+        result, unread = read(unread), None
+        if due(done):
             save(done)
         stops = result.asked
         if not stops:
             progress.aside(after_step, done)
             stops = trainer.team.size == 1 and bool(trainer.asked())
         if stops:
-            if saves := not stopping.discards():
-                save(done)
-            kept = "saved" if saves else "not saved"
-            raise stopping.stopped(f"after step {done}, {kept}", of_all=True)
+            _stop(save, done)
     return Finished(steps, last_loss=loss, samples_per_second=progress.samples_per_second)
+
+
+def _stop(save: Callable[[int], None], done: int) -> None:
+    if saves := not stopping.discards():
+        save(done)
+    kept = "saved" if saves else "not saved"
+    raise stopping.stopped(f"after step {done}, {kept}", of_all=True)
 
 
 def _report(

@@ -8,24 +8,24 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lib import adapter, ema, files, stopping, tensors
+from lib import adapter, files, stopping, tensors
 from lib.ahead import ahead
 from lib.batches import Assembler, Group, Plan, Records, StepBatches, slots_of
-from lib.device import pick_device, without_cudnn_attention
+from lib.device import without_cudnn_attention
 from lib.drawing import GridRequest
 from lib.errors import Problem, StateRefused
 from lib.events import Events
 from lib.extending import Extended
 from lib.family import Family, process_of
 from lib.hub import Base
-from lib.optimizers import make_optimizer, usable
-from lib.records import DTYPES, to_stored
+from lib.records import to_stored
 from lib.runs import ADAPTER_FILE, EMA_FILE, Claim
 from lib.schema import Config
 from lib.store import Manifest, Store
 from lib.team import ALONE, Team
 from lib.training import checkpoint
 from lib.training.loop import Finished, train
+from lib.training.making import make_trainer
 from lib.training.step import Trainer
 from lib.training.watching import Watch, micro_batch_of, watching
 
@@ -52,7 +52,7 @@ def train_run(
     It goes on from its own last checkpoint, else from that of the run that it extends.
     Of a team every process does, on its share of each group; the first alone looks and writes.
     """
-    trainer = make_trainer(config, family, base, events, team=team)
+    trainer = make_trainer(config, family, base, events, total_steps=total_steps, team=team)
     folder = claim.folder / "checkpoints"
     start, seen = _restore_together(trainer, folder, claim.key, extends=extends, events=events)
     assembler = make_assembler(config, family, base, upstream=upstream, store=store, team=team)
@@ -84,52 +84,13 @@ def train_run(
             train_key=claim.key,
             events=events,
             after_step=watch,
+            looks_at=watch.looks_at,
         )
         if team.leads:
             if stopping.asked():  # while the last step was looked at
                 raise stopping.stopped(f"after step {total_steps}, saved", of_all=True)
             _write_adapter(trainer, claim)
     return replace(finished, held_out=watch.held_out())
-
-
-def make_trainer(
-    config: Config, family: Family, base: Base, events: Events, *, team: Team = ALONE
-) -> Trainer:
-    """The denoiser in the run's precision with a fresh adapter and its optimizer."""
-    device, dtype = pick_device(), DTYPES[config.precision.mode]
-    events.decision("device", str(device), source="machine", reason="the first GPU, else the CPU")
-    if device.type == "cuda":
-        reason = "cuDNN's attention crashes in the backward"
-        events.decision("attention", "flash or efficient", source="known fault", reason=reason)
-    denoiser = family.load_denoiser(base, dtype=dtype, device=device)
-    injected = adapter.inject(denoiser, config.adapter, seed=config.seed)
-    if config.trainer.gradient_checkpointing:
-        denoiser.enable_gradient_checkpointing()  # diffusers' default is the non-reentrant kind
-        reason = "less memory, about a third more time"
-        events.decision("gradient_checkpointing", True, source="config", reason=reason)
-    for name, matched in (("targets", injected.matches), ("rank_pattern", injected.patterns)):
-        counts = ", ".join(f"{target} {count}" for target, count in matched.items())
-        if counts:
-            reason = "modules that each matches"
-            events.decision(f"adapter.{name}", counts, source="base", reason=reason)
-    if config.adapter.dropout > 0:
-        denoiser.train()
-    optimizer = usable(config.optimizer, device=device, events=events, team=team)
-    return Trainer(
-        family=family,
-        denoiser=denoiser,
-        parameters=injected.parameters,
-        optimizer=make_optimizer(injected.parameters.values(), optimizer),
-        device=device,
-        autocast_dtype=None if config.precision.mode == "fp32" else dtype,
-        max_grad_norm=config.trainer.max_grad_norm,
-        seed=config.seed,
-        dropout=config.adapter.dropout,
-        ema_decay=config.trainer.ema_decay,
-        ema=ema.start(injected.parameters) if config.trainer.ema_decay > 0 else {},
-        team=team,
-        asked=stopping.asked,
-    )
 
 
 def make_plan(config: Config, upstream: Upstream) -> Plan:
@@ -216,6 +177,7 @@ def _put_back(trainer: Trainer, found: checkpoint.Checkpoint) -> None:
     adapter.load_state_dict(trainer.parameters, found.adapter)
     if trainer.ema:
         adapter.load_state_dict(trainer.ema, found.ema)
+    trainer.weights.refresh()
     checkpoint.restore_optimizer(trainer.optimizer, trainer.parameters, found.optimizer)
 
 

@@ -19,6 +19,7 @@ from lib.family import Family
 from lib.intervals import change
 from lib.noise import NoiseProcess
 from lib.objectives import per_sample_loss
+from lib.schema import TimestepsConfig
 from lib.training.step import Trainer
 
 FILE = "validation.json"
@@ -37,14 +38,22 @@ class Draw:
 
 
 def fixed_draws(
-    slots: Sequence[Slot], *, num_draws: int, process: NoiseProcess, shift: float
+    slots: Sequence[Slot],
+    *,
+    num_draws: int,
+    process: NoiseProcess,
+    timesteps: TimestepsConfig,
+    divisor: int,
 ) -> list[Draw]:
     """`num_draws` levels for each picture, stratified, then shifted as in training."""
-    return [
-        Draw(slot, number, process.level_at(_place(slot.name, number, num_draws), shift=shift))
-        for slot in slots
-        for number in range(num_draws)
-    ]
+    found = []
+    for slot in slots:
+        tokens = slot.bucket.tokens(divisor)
+        for number in range(num_draws):
+            place = _place(slot.name, number, num_draws)
+            level = process.level_at(place, settings=timesteps, tokens=tokens)
+            found.append(Draw(slot, number, level))
+    return found
 
 
 def _place(name: str, number: int, num_draws: int) -> float:
@@ -182,9 +191,11 @@ def averaged(trainer: Trainer) -> Iterator[None]:
     kept = {name: tensor.detach().clone() for name, tensor in trainer.parameters.items()}
     try:
         adapter.copy_into(trainer.parameters, trainer.ema)
+        trainer.weights.refresh()
         yield
     finally:
         adapter.copy_into(trainer.parameters, kept)
+        trainer.weights.refresh()
 
 
 def _per_picture(losses: Sequence[tuple[str, float, float]]) -> dict[str, float]:

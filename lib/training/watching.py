@@ -42,13 +42,23 @@ class Watch:
         self._measure(step)
         self._ask(step)
 
-    def _measure(self, step: int) -> None:
+    def looks_at(self, step: int) -> bool:
+        """Whether something is to be done after this step."""
+        return self._measures(step) or self._draws(step)
+
+    def _measures(self, step: int) -> bool:
         every = self.config.validation.every
-        if self.validator and (step % every == 0 or step == self.total_steps):
+        return self.validator is not None and (step % every == 0 or step == self.total_steps)
+
+    def _draws(self, step: int) -> bool:
+        return self.previews is not None and step > 0 and step % self.config.sample.every == 0
+
+    def _measure(self, step: int) -> None:
+        if self.validator and self._measures(step):
             self.validator.measure(step)
 
     def _ask(self, step: int) -> None:
-        if self.previews and step and step % self.config.sample.every == 0:
+        if self.previews and self._draws(step):
             self.previews.ask(step)
 
     def held_out(self) -> dict[str, str]:
@@ -111,7 +121,8 @@ def make_held_out(
         slots,
         num_draws=config.validation.num_draws,
         process=process,
-        shift=config.timesteps.shift,
+        timesteps=config.timesteps,
+        divisor=family.FACTS.divisor,
     )
     return HeldOut(
         draws=tuple(draws),

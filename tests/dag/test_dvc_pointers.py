@@ -67,6 +67,7 @@ OTHERS = {
     "export.format": "another",
     "export.dtype": "bf16",
     "timesteps.density": "uniform",
+    "timesteps.shift_by": "tokens",
     "optimizer.name": "another",
     "lr_schedule.name": "cosine",
     "sample.negative_prompt": "blurred",

@@ -140,6 +140,31 @@ def test_a_format_that_the_family_has_not_is_refused_before_anything_is_made(con
     assert problem.allowed == "diffusers, comfyui"
 
 
+@pytest.mark.parametrize(
+    ("family", "target", "lost"),
+    [
+        ("flux", "x_embedder", "x_embedder"),
+        ("flux", "proj_out", "proj_out"),  # of the single blocks, and of the model
+        ("flux", "timestep_embedder.linear_1", "time_text_embed.timestep_embedder.linear_1"),
+        ("z_image", "all_final_layer.*.linear", "all_final_layer.2-1.linear"),
+    ],
+)
+def test_a_module_that_a_format_loses_is_refused_before_it_is_trained(
+    configure, family, target, lost
+):
+    from lib.pipeline import graph
+
+    def found(format, target=target):
+        given = (f"family={family}", "family.base=tiny", f"adapter.targets=['to_q','{target}']")
+        config = configure(*given, f"export.format={format}")
+        return [p for p in graph.problems(config, online=False) if "export" in p.subject]
+
+    (problem,) = found("kohya")
+    assert f"leave out {lost}, which adapter.targets={target} means" in problem.why
+    assert problem.allowed == "diffusers, comfyui"
+    assert found("diffusers") == found("comfyui") == found("kohya", "to_k") == []
+
+
 def test_an_adapter_that_changes_nothing_is_not_exported(ensure, tmp_path):
     from lib.exporting import export_adapter
     from lib.families import flux

@@ -3,6 +3,7 @@
 import json
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -71,6 +72,26 @@ def test_looking_more_often_or_less_moves_no_bit_of_the_adapter(ensure, results_
     assert made[0] == made[1]
 
 
+def test_held_out_draws_are_shifted_as_in_training(encoded):
+    from lib.family import process_of
+    from lib.timesteps import mu_of_tokens, shift_sigma
+    from lib.training.watching import make_held_out
+
+    def draws(*overrides):
+        config, opened, upstream = encoded(*HELD_OUT, *overrides)
+        process = process_of(opened.family, opened.base)
+        held = make_held_out(config, opened.family, process, upstream, opened.store)
+        return opened.base.component("scheduler").config, held.draws
+
+    (_, plain), (scheduler, shifted) = draws(), draws("timesteps.shift_by=tokens")
+    assert plain
+    for one, other in zip(plain, shifted, strict=True):
+        tokens = (one.slot.bucket.height // 16) * (one.slot.bucket.width // 16)
+        shift = math.exp(mu_of_tokens(tokens, scheduler=scheduler))
+        assert other.level == float(shift_sigma(np.float32(one.level), shift=shift))
+        assert other.level > one.level
+
+
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_the_loss_is_the_plain_mean_square_over_the_drawn_levels(losses, encoded, dropout):
     """A plain restatement: the adapter as left, one draw at a time, no batches, no dropout."""
@@ -89,7 +110,8 @@ def test_the_loss_is_the_plain_mean_square_over_the_drawn_levels(losses, encoded
         list(dict.fromkeys(draw.slot for draw in held_out.draws)),
         num_draws=4,
         process=process,
-        shift=1.0,
+        timesteps=config.timesteps,
+        divisor=16,
     )
     for name, file in (
         ("held_out_loss", runs.ADAPTER_FILE),

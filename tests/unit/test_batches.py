@@ -1,4 +1,5 @@
 import dataclasses
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -45,7 +46,7 @@ def store(tmp_path):
 @pytest.fixture
 def family(fake_family):
     return fake_family(
-        FACTS=SimpleNamespace(draws_mode=False),
+        FACTS=SimpleNamespace(draws_mode=False, divisor=16),
         normalise=lambda raw, constants: (raw - constants["shift"]) * constants["scale"],
         conditioning=lambda records, frames: Conditioning(
             {"text_embeds": torch.stack([record["text_embeds"] for record in records])}
@@ -72,7 +73,7 @@ def assembler(store, family):
             family=family,
             records=Records(store, max_bytes=1 << 20),
             constants={"shift": 0.5, "scale": 2.0},
-            process=Flow(),
+            process=Flow({}),
             timesteps=TimestepsConfig(),
             objective=ObjectiveConfig(),
             micro_batch=micro_batch,
@@ -185,6 +186,24 @@ def test_a_row_is_the_mathematics_of_its_record_and_its_draws(assembler):
     assert torch.allclose(batch.target, noise - latents, atol=1e-6)
     text = numbers_of(digest("caption of a.png"), (3, 2))
     assert torch.equal(batch.conditioning["text_embeds"][0], text)
+
+
+def test_two_buckets_of_one_group_are_shifted_by_their_own_sizes(assembler):
+    small, large = slot("a.png", Bucket(32, 48)), slot("b.png", Bucket(512, 1024))
+    made = assembler([small, large], batch_size=2, micro_batch=1)
+    numbers = {"base_image_seq_len": 6, "max_image_seq_len": 2048, "base_shift": 0.5}
+    process = Flow({**numbers, "max_shift": 1.15})
+    by_size = dataclasses.replace(
+        made, process=process, timesteps=TimestepsConfig(shift_by="tokens")
+    )
+    (group,) = made.plan.groups(0, 1)
+    plain, shifted = (
+        {batch.names[0]: batch.level.item() for batch in one.step(group).batches}
+        for one in (made, by_size)
+    )
+    for name, mu in (("a.png", 0.5), ("b.png", 1.15)):
+        s = plain[name]
+        assert shifted[name] == pytest.approx(math.exp(mu) / (math.exp(mu) + 1 / s - 1), rel=1e-5)
 
 
 def test_a_family_that_takes_the_mode_draws_no_posterior(assembler):

@@ -8,7 +8,7 @@ from lib.schema import ObjectiveConfig, TimestepsConfig
 from lib.timesteps import draw_sigma
 
 SHAPE = (3, 4, 2, 6)
-FLOW = Flow()
+FLOW = Flow({})
 SDXL = {
     "beta_start": 0.00085,
     "beta_end": 0.012,
@@ -97,7 +97,7 @@ def test_half_precision_is_refused_where_the_mathematics_is_float32(pair):
 def test_a_level_is_a_sigma_of_the_settings():
     where = {"seed": 3, "counter": 8, "sample_id": "a"}
     settings = TimestepsConfig(shift=3.0)
-    assert FLOW.draw_level(settings, **where) == draw_sigma(settings, **where)
+    assert FLOW.draw_level(settings, tokens=9, **where) == draw_sigma(settings, **where)
 
 
 def test_a_bell_weighs_the_middle_most_and_one_on_average():
@@ -204,7 +204,7 @@ def test_ddpm_levels_are_whole_steps_and_a_larger_mean_is_noisier(ddpm):
     def levels(mean):
         settings = TimestepsConfig(mean=mean)
         return [
-            ddpm.draw_level(settings, seed=0, counter=counter, sample_id="a")
+            ddpm.draw_level(settings, tokens=9, seed=0, counter=counter, sample_id="a")
             for counter in range(200)
         ]
 
@@ -215,6 +215,6 @@ def test_ddpm_levels_are_whole_steps_and_a_larger_mean_is_noisier(ddpm):
 
 def test_places_are_spread_over_all_steps(ddpm):
     places = [(step + 1) / 1000 for step in range(1000)]
-    levels = [ddpm.level_at(place, shift=1.0) for place in places]
+    levels = [ddpm.level_at(place, settings=TimestepsConfig(), tokens=9) for place in places]
     assert levels == list(range(1000))
     assert [ddpm.noisiness(level) for level in levels] == pytest.approx(places)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from lib import optimizers
 from lib.events import Events
-from lib.optimizers import learning_rate, make_optimizer, name_of, update, usable
+from lib.optimizers import learning_rate, make_optimizer, name_of, set_rate, update, usable
 from lib.rules import SCHEDULES
 from lib.schema import LrScheduleConfig, OptimizerConfig
 
@@ -161,7 +161,8 @@ def moved(config, *, steps=20, rate=0.01):
     for _ in range(steps):
         for tensor, slope in zip(tensors, slopes, strict=True):
             tensor.grad = slope + torch.randn(tensor.shape, generator=source)
-        update(optimizer, rate=rate, finite=FINITE)
+        set_rate(optimizer, rate)
+        update(optimizer, finite=FINITE)
     found = zip(tensors, wide(), strict=True)
     return [(tensor - before).detach().flatten() for tensor, before in found], optimizer
 
@@ -195,7 +196,8 @@ def test_weight_decay_shrinks_what_has_no_slope(name, bitsandbytes):
     optimizer = make_optimizer(tensors, OptimizerConfig(name=name, weight_decay=0.5))
     for tensor in tensors:
         tensor.grad = torch.zeros_like(tensor)
-    update(optimizer, rate=0.1, finite=FINITE)
+    set_rate(optimizer, 0.1)
+    update(optimizer, finite=FINITE)
     for tensor, before in zip(tensors, wide(), strict=True):
         assert torch.allclose(tensor, before * (1 - 0.1 * 0.5), atol=1e-6)
 
@@ -208,7 +210,8 @@ def test_nothing_moves_on_a_step_that_is_not_finite(name, bitsandbytes):
     def take(number, *, finite):
         for tensor in tensors:
             tensor.grad = torch.full(tensor.shape, number)
-        update(optimizer, rate=0.1, finite=finite)
+        set_rate(optimizer, 0.1)
+        update(optimizer, finite=finite)
         return [tensor.detach().clone() for tensor in tensors]
 
     before = take(1.0, finite=FINITE)

@@ -305,6 +305,22 @@ def test_the_train_key_follows_the_entries_that_training_uses(key_of):
     assert key_of(dropping, unconditional="u2") != key_of(dropping)
 
 
+def test_the_scheduler_s_points_move_the_train_key_where_levels_are_shifted_by_tokens(
+    key_of, monkeypatch
+):
+    by_tokens = {"timesteps.shift_by": "tokens"}
+    before, before_by_tokens = key_of(), key_of(by_tokens)
+    numbers = [{"base_shift": 0.6}, {"max_shift": 0.9}, {"max_image_seq_len": 8192}]
+    for config in ({"base_image_seq_len": 128}, *numbers):
+        scheduler = Component("AScheduler", config=config, weights={})
+        monkeypatch.setattr(FixedBase, "component", lambda self, name, of=scheduler: of)
+        assert key_of() == before
+        assert key_of(by_tokens) != before_by_tokens
+    written = Component("AScheduler", config={"base_shift": 0.5, "shift": 3.0}, weights={})
+    monkeypatch.setattr(FixedBase, "component", lambda self, name: written)
+    assert key_of(by_tokens) == before_by_tokens
+
+
 def test_the_train_key_follows_the_denoiser(key_of, monkeypatch):
     before = key_of()
     monkeypatch.setattr(FixedBase, "weights", "other")

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lib.schema import TimestepsConfig
-from lib.timesteps import draw_sigma, shift_sigma
+from lib.timesteps import draw_sigma, mu_of_tokens, shift_sigma, shifted_by_size
 
 settings_of = st.builds(
     TimestepsConfig,
@@ -111,3 +111,44 @@ def test_seed_counter_and_sample_each_change_the_draw():
     place = {"seed": 1, "counter": 2, "sample_id": "a"}
     changes = [{}, {"seed": 2}, {"counter": 3}, {"sample_id": "b"}]
     assert len({draw_sigma(TimestepsConfig(), **{**place, **c}) for c in changes}) == 4
+
+
+points = st.fixed_dictionaries(
+    {},
+    optional={
+        "base_image_seq_len": st.integers(1, 1000),
+        "max_image_seq_len": st.integers(1001, 10_000),
+        "base_shift": st.floats(0, 1),
+        "max_shift": st.floats(0.5, 2),
+    },
+)
+
+
+@given(st.integers(1, 20_000), points)
+def test_mu_is_that_of_diffusers_pipelines(tokens, scheduler):
+    from diffusers import FlowMatchEulerDiscreteScheduler
+    from diffusers.pipelines.flux.pipeline_flux import calculate_shift
+
+    config = FlowMatchEulerDiscreteScheduler(**scheduler, use_dynamic_shifting=True).config
+    names = ("base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift")
+    expected = calculate_shift(tokens, *(config[name] for name in names))
+    assert mu_of_tokens(tokens, scheduler=scheduler) == pytest.approx(expected, abs=1e-9)
+
+
+@given(st.integers(1, 10_000), points, counters)
+def test_a_sigma_shifted_by_tokens_is_that_of_diffusers_scheduler(tokens, scheduler, counter):
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    made = FlowMatchEulerDiscreteScheduler(**scheduler, use_dynamic_shifting=True)
+    where = {"seed": 0, "counter": counter, "sample_id": "a"}
+    settings = TimestepsConfig(shift_by="tokens")
+    shifted = shifted_by_size(settings, tokens=tokens, scheduler=scheduler)
+    plain = draw_sigma(TimestepsConfig(), **where)
+    mu = mu_of_tokens(tokens, scheduler=scheduler)
+    expected = float(made.time_shift(mu, 1.0, np.array([plain]))[0])
+    assert draw_sigma(shifted, **where) == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_constant_shift_knows_no_size():
+    settings = TimestepsConfig(shift=3.0)
+    assert shifted_by_size(settings, tokens=4096, scheduler={"base_shift": 0.9}) == settings

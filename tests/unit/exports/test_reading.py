@@ -7,13 +7,16 @@ import torch
 
 from lib import families
 from lib.changes import Change, difference
-from lib.hollow import hollow_denoiser, linear_sizes
 from lib.reading import read, targets_of
-from tests.unit.exports.cells import component_of, drawn, trained
-
-
-def sizes_of(name):
-    return linear_sizes(hollow_denoiser(component_of(families.get(name))))
+from tests.unit.exports.cells import drawn, trained
+from tests.unit.exports.strangers import (
+    KREA2_NAMES,
+    QWEN_IMAGE_NAMES,
+    flux_of_sd_scripts,
+    krea2_of_ai_toolkit,
+    qwen_image_of_musubi_tuner,
+    sizes_of,
+)
 
 
 def read_as(name, format, tensors, metadata=None):
@@ -34,45 +37,24 @@ def same(change, up, down, scale=1.0):
 
 def test_a_flux_file_of_sd_scripts_loads():
     """One matrix for query, key and value, alpha half the rank."""
-    width = 3072
-    fused_up, fused_down = drawn("up", (3 * width, 4)), drawn("down", (4, width))
-    last_up, last_down = drawn("last up", (width, 4)), drawn("last down", (4, 5 * width))
-    found = read_as(
-        "flux",
-        "kohya",
-        {
-            "lora_unet_double_blocks_0_img_attn_qkv.lora_down.weight": fused_down,
-            "lora_unet_double_blocks_0_img_attn_qkv.lora_up.weight": fused_up,
-            "lora_unet_double_blocks_0_img_attn_qkv.alpha": torch.tensor(2.0),
-            "lora_unet_single_blocks_0_linear2.lora_down.weight": last_down,
-            "lora_unet_single_blocks_0_linear2.lora_up.weight": last_up,
-            "lora_unet_single_blocks_0_linear2.alpha": torch.tensor(4.0),
-        },
-    )
+    tensors, width = flux_of_sd_scripts(), 3072
+    found = read_as("flux", "kohya", tensors)
     assert found.unmatched == ()
+    fused, last = (
+        [tensors[f"lora_unet_{name}.lora_{half}.weight"] for half in ("up", "down")]
+        for name in ("double_blocks_0_img_attn_qkv", "single_blocks_0_linear2")
+    )
     block = "transformer_blocks.0.attn"
     for place, name in enumerate(("to_q", "to_k", "to_v")):
-        rows = fused_up[place * width : (place + 1) * width]
-        assert same(found.changes[f"{block}.{name}"], rows, fused_down, scale=0.5)
-    assert same(found.changes["single_transformer_blocks.0.proj_out"], last_up, last_down)
+        rows = fused[0][place * width : (place + 1) * width]
+        assert same(found.changes[f"{block}.{name}"], rows, fused[1], scale=0.5)
+    assert same(found.changes["single_transformer_blocks.0.proj_out"], *last)
     assert len(found.changes) == 4
 
 
 def test_a_krea_2_file_of_ai_toolkit_loads():
     """The authors' names under `diffusion_model.`, without alpha."""
-    names = {
-        "blocks.0.attn.wq": "transformer_blocks.0.attn.to_q",
-        "blocks.1.attn.wo": "transformer_blocks.1.attn.to_out.0",
-        "blocks.1.mlp.down": "transformer_blocks.1.ff.down",
-        "txtfusion.refiner_blocks.0.attn.gate": "text_fusion.refiner_blocks.0.attn.to_gate",
-        "txtmlp.3": "txt_in.linear_2",
-        "last.linear": "final_layer.linear",
-    }
-    sizes, tensors = sizes_of("krea2"), {}
-    for theirs, ours in names.items():
-        rows, columns = sizes[ours]
-        tensors[f"diffusion_model.{theirs}.lora_A.weight"] = drawn(f"{ours} A", (2, columns))
-        tensors[f"diffusion_model.{theirs}.lora_B.weight"] = drawn(f"{ours} B", (rows, 2))
+    names, tensors = KREA2_NAMES, krea2_of_ai_toolkit()
     found = read_as("krea2", "comfyui", tensors)
     assert found.unmatched == ()
     assert found.changes.keys() == set(names.values())
@@ -83,18 +65,7 @@ def test_a_krea_2_file_of_ai_toolkit_loads():
 
 def test_a_qwen_image_file_of_musubi_tuner_loads():
     """diffusers' names with underscores for dots, alpha a quarter of the rank."""
-    names = {
-        "transformer_blocks_1_attn_to_q": "transformer_blocks.1.attn.to_q",
-        "transformer_blocks_1_attn_to_out_0": "transformer_blocks.1.attn.to_out.0",
-        "transformer_blocks_0_img_mlp_net_0_proj": "transformer_blocks.0.img_mlp.net.0.proj",
-        "transformer_blocks_0_txt_mod_1": "transformer_blocks.0.txt_mod.1",
-    }
-    sizes, tensors = sizes_of("qwen_image"), {}
-    for theirs, ours in names.items():
-        rows, columns = sizes[ours]
-        tensors[f"lora_unet_{theirs}.lora_down.weight"] = drawn(f"{ours} A", (4, columns))
-        tensors[f"lora_unet_{theirs}.lora_up.weight"] = drawn(f"{ours} B", (rows, 4))
-        tensors[f"lora_unet_{theirs}.alpha"] = torch.tensor(1.0)
+    names, tensors = QWEN_IMAGE_NAMES, qwen_image_of_musubi_tuner()
     for format in ("kohya", "comfyui"):  # ComfyUI reads these as well
         found = read_as("qwen_image", format, tensors)
         assert found.unmatched == ()

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from lib import guidance, schedules
+from lib import guidance, timesteps
 from lib.families import flux2_klein as family
 from lib.hub import Base
 from lib.memory import Memory
@@ -254,7 +254,7 @@ MUTATIONS = {
     "the schedule is FLUX.1's": (
         check_schedule,
         reference.replaces(
-            family, "_mu", lambda tokens, steps: schedules.mu_of_tokens(tokens, scheduler={})
+            family, "_mu", lambda tokens, steps: timesteps.mu_of_tokens(tokens, scheduler={})
         ),
     ),
 }

@@ -289,11 +289,11 @@ MUTATIONS = {
     ),
     "the schedule is not shifted by size": (
         check_schedule,
-        reference.replaces(family.schedules, "mu_of_tokens", lambda tokens, **_: 0.5),
+        reference.replaces(family.timesteps, "mu_of_tokens", lambda tokens, **_: 0.5),
     ),
     "the schedule is a distilled base's": (
         check_schedule,
-        reference.replaces(family.schedules, "mu_of_tokens", lambda tokens, **_: 1.15),
+        reference.replaces(family.timesteps, "mu_of_tokens", lambda tokens, **_: 1.15),
     ),
 }
 

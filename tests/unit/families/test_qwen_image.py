@@ -280,7 +280,7 @@ MUTATIONS = {
     ),
     "the schedule is not shifted by size": (
         check_schedule,
-        reference.replaces(family.schedules, "mu_of_tokens", lambda tokens, **_: 0.5),
+        reference.replaces(family.timesteps, "mu_of_tokens", lambda tokens, **_: 0.5),
     ),
 }
 

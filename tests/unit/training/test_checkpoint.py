@@ -1,12 +1,14 @@
 import dataclasses
 import json
+import shutil
 
 import pytest
 import torch
 
-from lib.errors import StateRefused
+from lib import files
+from lib.errors import Problem, StateRefused
 from lib.keys import digest
-from lib.optimizers import make_optimizer, update
+from lib.optimizers import make_optimizer, set_rate, update
 from lib.schema import OptimizerConfig
 from lib.training import checkpoint
 from lib.training.checkpoint import MANIFEST, STATE, Checkpoint, OptimizerState
@@ -87,6 +89,57 @@ def test_two_are_kept_and_the_newest_is_the_latest(folder):
         checkpoint.save(folder, at(step), train_key=KEY)
     assert names(folder) == ["step-00000010", "step-00000100"]
     assert checkpoint.latest(folder, train_key=KEY).checkpoint.step == 100
+
+
+def test_steps_are_ordered_as_numbers(folder):
+    for step in range(8, 13):
+        checkpoint.save(folder, at(step), train_key=KEY)
+        assert checkpoint.latest(folder, train_key=KEY).checkpoint.step == step
+    assert names(folder) == ["step-00000011", "step-00000012"]
+
+
+def test_copies_and_renamed_ones_are_neither_counted_nor_touched(folder):
+    for step in (2, 4):
+        checkpoint.save(folder, at(step), train_key=KEY)
+    for name in ("step-00000002-backup", "step-4", "step-latest"):
+        shutil.copytree(folder / "step-00000002", folder / name)
+    (folder / "step-00000002").rename(folder / "my backup-v2-final")
+    for step in (6, 8):
+        checkpoint.save(folder, at(step), train_key=KEY)
+    copies = ["my backup-v2-final", "step-00000002-backup", "step-4", "step-latest"]
+    assert names(folder) == sorted([*copies, "step-00000006", "step-00000008"])
+    assert checkpoint.latest(folder, train_key=KEY).checkpoint.step == 8
+
+
+def test_what_a_crash_left_half_made_is_not_counted(folder):
+    whole = checkpoint.save(folder, at(2), train_key=KEY)
+    left = folder / f"{files.temporary_prefix(1)}half"
+    shutil.copytree(whole, left)
+    (left / MANIFEST).unlink()
+    latest = checkpoint.latest(folder, train_key=KEY)
+    assert (latest.checkpoint.step, latest.damaged) == (2, ())
+    for step in (4, 6):
+        checkpoint.save(folder, at(step), train_key=KEY)
+    assert left.is_dir()
+    assert [name for name in names(folder) if name[0] != "."] == ["step-00000004", "step-00000006"]
+
+
+@pytest.mark.parametrize("failing", ["write", "reading back"])
+def test_a_save_that_fails_costs_no_earlier_checkpoint(folder, monkeypatch, failing):
+    for step in (5, 10):
+        checkpoint.save(folder, at(step), train_key=KEY)
+
+    def fails(*_args, **_names):
+        raise files.StorageFailed(Problem("disk", "is full"))
+
+    with monkeypatch.context() as patch:
+        place = (files, "write_bytes") if failing == "write" else (checkpoint, "load")
+        patch.setattr(*place, fails)
+        with pytest.raises(files.StorageFailed):
+            checkpoint.save(folder, at(15), train_key=KEY)
+    assert {"step-00000005", "step-00000010"} <= set(names(folder))
+    checkpoint.save(folder, at(15), train_key=KEY)
+    assert names(folder) == ["step-00000010", "step-00000015"]
 
 
 def test_no_checkpoint_is_no_damage(folder):
@@ -219,7 +272,8 @@ def step(tensors, optimizer, number):
     source = torch.Generator().manual_seed(number)
     for tensor in tensors.values():
         tensor.grad = torch.randn(tensor.shape, generator=source)
-    update(optimizer, rate=0.01 * (number + 1), finite=torch.tensor(True))
+    set_rate(optimizer, 0.01 * (number + 1))
+    update(optimizer, finite=torch.tensor(True))
 
 
 @pytest.mark.parametrize("name", ["adamw", "adamw_8bit"])

@@ -1,0 +1,313 @@
+"""One training step of a full-size denoiser with random weights: ours beside two common loops.
+
+    python -m bench.train_step flux --cases bf16:512:1 fp8:512:4 [--plain] [--profile] [--tiny]
+
+A case is precision:pixels:batch with options after it, as in `nf4:512:1:checkpointing` or
+`bf16:512:1:eager` (neither compiled nor captured). `--plain` adds (a) the plain eager loop with
+checkpointing and (b) regional compile with dynamic shapes and checkpointing, at each size in bf16.
+Prints steps/s, samples/s, peak memory, TFLOP/s and the share of the measured matmul ceiling.
+"""
+
+import argparse
+import gc
+import os
+import statistics
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
+
+import torch
+import yaml
+
+from bench.full_size import CONF, DTYPE, RANK, make_batch, make_denoiser
+from bench.full_size_bases import FULL
+from lib import adapter, families
+from lib.batches import Batch, StepBatches
+from lib.binding import bind
+from lib.compiling import compile_blocks
+from lib.device import pick_device, release, without_cudnn_attention
+from lib.family import Conditioning, Family
+from lib.objectives import per_sample_loss
+from lib.optimizers import make_optimizer
+from lib.replays import Replays
+from lib.schema import AdapterConfig, OptimizerConfig
+from lib.training.step import Trainer
+
+WARM, TIMED = 5, 15
+RATE = 1e-4
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is measured, as `precision:pixels:batch[:option...]` names it."""
+
+    mode: str
+    side: int
+    batch: int
+    options: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, text: str) -> "Case":
+        mode, side, batch, *options = text.split(":")
+        return cls(mode, int(side), int(batch), tuple(options))
+
+    def __str__(self) -> str:
+        return ":".join([self.mode, str(self.side), str(self.batch), *self.options])
+
+
+@dataclass
+class Bench:
+    """One family's denoiser and its adapter; quantised ones are made anew."""
+
+    family: Family
+    recipe: Mapping[str, Any]
+    preset: Mapping[str, Any]
+    device: torch.device
+    ceiling: float  # measured FLOP/s of a large bf16 product
+    denoiser: Any = None
+    injected: Any = None
+    mode: str = ""
+
+    def fresh(self) -> None:
+        """A new dense denoiser with a new adapter."""
+        self.denoiser = self.injected = None
+        gc.collect()
+        release()
+        began = time.perf_counter()
+        self.denoiser = make_denoiser(self.family, self.recipe, device=self.device)
+        config = AdapterConfig(rank=RANK, alpha=float(RANK), targets=list(self.preset["targets"]))
+        self.injected = adapter.inject(self.denoiser, config, seed=0)
+        self.mode = "plain"
+        print(f"  made in {time.perf_counter() - began:.0f} s", flush=True)
+
+    def batch(self, case: Case) -> Batch:
+        one = make_batch(self.family, self.recipe, self.preset, side=case.side)
+        conditioning = Conditioning(
+            {n: t.expand(case.batch, *t.shape[1:]).clone() for n, t in one.conditioning.items()},
+            one.conditioning.lengths * case.batch,
+        )
+        tensors = [torch.cat([getattr(one, n)] * case.batch) for n in Batch.TENSORS]
+        fields = dict(zip(Batch.TENSORS, tensors, strict=True))
+        return Batch(**fields, conditioning=conditioning, names=("random",) * case.batch)
+
+    def trainer(self, case: Case) -> Trainer:
+        """Ours, bound in the case's precision, compiled and captured unless it says eager."""
+        torch._dynamo.reset()
+        if self.mode not in ("plain", "bf16"):
+            self.fresh()
+        weights = bind(
+            self.denoiser,
+            self.injected.parameters,
+            shared=self.family.FACTS.shared_inputs,
+            mode=case.mode,
+            device=self.device,
+            dtype=DTYPE,
+            scale=1.0,
+        )
+        self.mode = case.mode
+        self._checkpointing("checkpointing" in case.options)
+        on_gpu = self.device.type == "cuda"
+        if on_gpu and not {"eager", "graph"} & set(case.options):
+            compile_blocks(self.denoiser)
+        optimizer = make_optimizer(self.injected.parameters.values(), OptimizerConfig(lr=RATE))
+        captures = on_gpu and not {"eager", "compiled"} & set(case.options)
+        return Trainer(
+            family=self.family,
+            denoiser=self.denoiser,
+            parameters=self.injected.parameters,
+            optimizer=optimizer,
+            device=self.device,
+            autocast_dtype=DTYPE,
+            max_grad_norm=1.0,
+            seed=0,
+            dropout=0.0,
+            ema_decay=0.99,
+            ema={n: p.detach().clone() for n, p in self.injected.parameters.items()},
+            weights=weights,
+            replays=Replays(self.device, enabled=captures, refused=print),
+        )
+
+    def _checkpointing(self, on: bool) -> None:
+        for module in self.denoiser.modules():
+            module._compiled_call_impl = None
+        if on:
+            self.denoiser.enable_gradient_checkpointing()
+        else:
+            self.denoiser.disable_gradient_checkpointing()
+
+    def ours(self, case: Case) -> Callable[[], Any]:
+        trainer, batch = self.trainer(case), self.batch(case)
+        group = StepBatches(0, (batch,), (0,), num_samples=case.batch)
+        if self.device.type == "cuda":
+            group = group.packed()
+        unread: list[Any] = []
+
+        def step() -> None:
+            """As the training loop does: a step's numbers are read when the next is on its way."""
+            unread.append(trainer.launch(group, rate=RATE))
+            if len(unread) > 1:
+                unread.pop(0).result()
+
+        return step
+
+    def common(self, case: Case, *, compiled: bool) -> Callable[[], Any]:
+        """The loop of the public scripts: PEFT's layers under autocast, AdamW, one `item`."""
+        torch._dynamo.reset()
+        if self.mode != "plain":
+            self.fresh()
+        self._checkpointing("free" not in case.options)
+        if compiled:
+            self.denoiser.compile_repeated_blocks(dynamic=True)
+        parameters = list(self.injected.parameters.values())
+        optimizer = make_optimizer(parameters, OptimizerConfig(lr=RATE))
+        batch = self.batch(case).to(self.device)
+
+        def step() -> float:
+            with torch.autocast(self.device.type, DTYPE):
+                answer = self.family.predict(
+                    self.denoiser,
+                    batch.noisy,
+                    batch.level,
+                    conditioning=batch.conditioning,
+                    guidance=1.0,
+                )
+            loss = per_sample_loss(answer, batch.target).mean()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            return loss.item()
+
+        return step
+
+    def flops(self, case: Case) -> float:
+        """Of one plain step without recomputation, by torch's counter."""
+        from torch.utils.flop_counter import FlopCounterMode
+
+        step = self.common(Case("bf16", case.side, case.batch, ("free",)), compiled=False)
+        with FlopCounterMode(display=False) as counter:
+            step()
+        return counter.get_total_flops()
+
+    def measure(self, name: str, case: Case, step: Callable[[], Any], flops: float) -> str:
+        gc.collect()
+        release()
+        gpu = self.device.type == "cuda"
+        if gpu:
+            torch.cuda.reset_peak_memory_stats()
+        began = time.perf_counter()
+        step()
+        first = time.perf_counter() - began
+        for _ in range(WARM):
+            step()
+        if gpu:
+            torch.cuda.synchronize()
+        began = time.perf_counter()
+        for _ in range(TIMED):
+            step()
+        if gpu:
+            torch.cuda.synchronize()
+        took = (time.perf_counter() - began) / TIMED
+        peak = torch.cuda.max_memory_allocated() / 2**30 if gpu else 0.0
+        rate = flops / took
+        return (
+            f"| {name} | {case} | {1000 * took:.1f} | {1 / took:.2f} | {case.batch / took:.2f} | "
+            f"{peak:.1f} | {rate / 1e12:.0f} | {100 * rate / self.ceiling:.0f} % | {first:.0f} |"
+        )
+
+
+HEADER = (
+    "| loop | case | ms a step | steps/s | samples/s | peak GiB | TFLOP/s | of the ceiling "
+    "| first step, s |\n"
+    "|" + "---|" * 9
+)
+
+
+def ceiling_of(device: torch.device) -> float:
+    """FLOP/s of a bf16 product of 8192 cubed (of 512 on a CPU)."""
+    side = 8192 if device.type == "cuda" else 512
+    a, b = (torch.randn(side, side, device=device, dtype=DTYPE) for _ in range(2))
+    times = []
+    for _ in range(30):
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        began = time.perf_counter()
+        a @ b
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - began)
+    return 2 * side**3 / statistics.median(times)
+
+
+def profiled(step: Callable[[], Any]) -> None:
+    """Where a step's time on the device goes."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as found:
+        step()
+        torch.cuda.synchronize()
+    print(
+        found.key_averages().table(
+            sort_by="self_cuda_time_total", row_limit=28, max_name_column_width=90
+        )
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("family")
+    parser.add_argument("--cases", nargs="*", default=["bf16:512:1"])
+    parser.add_argument("--plain", action="store_true")
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--attention", default="flash", choices=("flash", "cudnn", "FA4"))
+    arguments = parser.parse_args()
+    family = families.get(arguments.family)
+    preset = yaml.safe_load((CONF / f"{arguments.family}.yaml").read_text())["preset"]
+    device = pick_device()
+    ceiling = ceiling_of(device)
+    print(f"torch {torch.__version__}, matmul ceiling {ceiling / 1e12:.0f} TFLOP/s", flush=True)
+    recipe = family.TINY if arguments.tiny else FULL[arguments.family]
+    bench = Bench(family, recipe, preset, device, ceiling)
+    rows, counted = [HEADER], {}
+    cases = [Case.of(text) for text in arguments.cases]
+    if arguments.attention == "FA4":
+        from torch.nn.attention import _fa4
+
+        held = _fa4.register_flash_attention_fa4("fa4shim")  # noqa: F841
+    with nullcontext() if arguments.attention == "cudnn" else without_cudnn_attention():
+        bench.fresh()
+        for size in dict.fromkeys((case.side, case.batch) for case in cases):
+            plain = Case("bf16", *size)
+            try:
+                counted[size] = bench.flops(plain)
+                if arguments.plain:
+                    for name, compiled in (("eager", False), ("compiled, dynamic", True)):
+                        step = bench.common(plain, compiled=compiled)
+                        rows.append(bench.measure(name, plain, step, counted[size]))
+                        print(rows[-1], flush=True)
+            except Exception:  # noqa: BLE001  # one case must not end the others
+                traceback.print_exc()
+        for case in cases:
+            try:
+                step = bench.ours(case)
+                rows.append(
+                    bench.measure("ours", case, step, counted.get((case.side, case.batch), 0))
+                )
+                print(rows[-1], flush=True)
+                if arguments.profile:
+                    profiled(step)
+                del step
+            except Exception:  # noqa: BLE001  # one case must not end the others
+                traceback.print_exc()
+    print("\n" + "\n".join(rows), flush=True)
+
+
+if __name__ == "__main__":
+    main()

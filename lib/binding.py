@@ -1,0 +1,158 @@
+"""A denoiser made ready to train: layers grouped by shared input, base quantised, adapter copied.
+
+The adapter is injected before (PEFT knows dense layers); quantisation comes after (design 6).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from lib import frozen
+from lib.lowrank import AdaptedLinear, Copies, Group, SharingLinear
+
+# Parts of names in a block whose layers stay dense: they see one row a sample, not one a token.
+DENSE = frozenset(
+    {"norm", "norm1", "norm1_context", "norm2", "norm2_context", "img_mod", "txt_mod"}
+    | {"adaLN_modulation", "modulation"}
+)
+LEAST_SIDE = 512  # smaller layers gain nothing from few bits
+MULTIPLE = 16  # of a side: what float8 products ask for
+
+Layer = AdaptedLinear | SharingLinear
+
+
+def bind(
+    denoiser: Any,
+    parameters: Mapping[str, nn.Parameter],
+    *,
+    shared: Sequence[Sequence[str]],
+    mode: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    scale: float,
+    dropout: bool = False,
+) -> Copies:
+    """Groups of layers on the device, in the precision of `mode`, and the adapter's copies.
+
+    `shared` are names under one parent that are fed the same tensor, in the order of their calls.
+    With dropout each layer draws its own, so none shares.
+    """
+    quantised = set(quantisable(denoiser)) if mode in frozen.KINDS else set()
+    layers = dict(linears(denoiser))
+    groups = []
+    for names in _grouped(denoiser, layers, [] if dropout else shared):
+        kind = mode if quantised.issuperset(names) else ""
+        groups.append(_group(denoiser, layers, names, kind=kind, device=device))
+    for name, layer in dict(linears(denoiser)).items():
+        if name in quantised and isinstance(layer, nn.Linear):
+            _replace(denoiser, name, frozen.KINDS[mode](layer.to(device)))
+    denoiser.to(device)
+    return Copies(parameters, groups, dtype=dtype, scale=scale)
+
+
+def linears(denoiser: Any) -> Iterator[tuple[str, Any]]:
+    """Linear layers by name: adapted ones as such, without what is inside them."""
+    inside = ""
+    for name, module in denoiser.named_modules():
+        if inside and name.startswith(inside):
+            continue
+        if isinstance(module, AdaptedLinear | SharingLinear):
+            inside = f"{name}."
+            yield name, module
+        elif isinstance(module, nn.Linear):
+            yield name, module
+
+
+def quantisable(denoiser: Any) -> list[str]:
+    """Layers inside the repeated blocks, but for modulations and odd or small shapes."""
+    blocks = [n for n, m in denoiser.named_modules() if type(m).__name__ in _repeated(denoiser)]
+    found = []
+    for name, layer in linears(denoiser):
+        block = next((b for b in blocks if name.startswith(f"{b}.")), None)
+        if block is None or DENSE & set(name.removeprefix(f"{block}.").split(".")):
+            continue
+        sides = _sides(layer)
+        if not any(side % MULTIPLE for side in sides):
+            found.append((name, min(sides)))
+    large = [name for name, side in found if side >= LEAST_SIDE]
+    return large or [name for name, _ in found]  # of a base with no layer so large, all
+
+
+def _repeated(denoiser: Any) -> Sequence[str]:
+    """Class names of the blocks that a denoiser is made of; of one that names none, its own."""
+    return denoiser._repeated_blocks or [type(denoiser).__name__]
+
+
+def _sides(layer: Any) -> tuple[int, int]:
+    base = _base(layer)
+    return base.in_features, base.out_features
+
+
+def _base(layer: Any) -> Any:
+    return layer.base_layer if isinstance(layer, AdaptedLinear | SharingLinear) else layer
+
+
+def _grouped(
+    denoiser: Any, layers: Mapping[str, Any], shared: Sequence[Sequence[str]]
+) -> Iterator[tuple[str, ...]]:
+    """The declared groups that this denoiser has, then every other adapted layer by itself."""
+    taken: set[str] = set()
+    for members in shared:
+        for parent, _ in denoiser.named_modules():
+            names = tuple(f"{parent}.{member}" if parent else member for member in members)
+            if layers.keys() >= set(names) and not taken & set(names) and _alike(layers, names):
+                taken |= set(names)
+                yield names
+    for name, layer in layers.items():
+        if name not in taken and isinstance(layer, AdaptedLinear):
+            yield (name,)
+
+
+def _alike(layers: Mapping[str, Any], names: Sequence[str]) -> bool:
+    """Whether one product can stand for all: the same features, dtype, and a bias or none."""
+    bases = [_base(layers[name]) for name in names]
+    return len({(b.in_features, b.weight.dtype, b.bias is None) for b in bases}) == 1
+
+
+def _group(
+    denoiser: Any, layers: Mapping[str, Any], names: Sequence[str], *, kind: str, device: Any
+) -> Group:
+    members = [_member(denoiser, name, layers[name]) for name in names]
+    bases = [member.base_layer.to(device) for member in members]
+    sizes = tuple(base.out_features for base in bases)
+    whole: Any = bases[0] if len(bases) == 1 else frozen.joined(bases)
+    if kind:
+        whole = frozen.KINDS[kind](whole)
+        _hand_parts(members, whole, sizes)
+    group = Group(members, whole, sizes)
+    for place, member in enumerate(members):
+        member.group, member.place = group, place
+    if len(members) == 1:
+        group.dropout = members[0].lora_dropout["default"]
+    return group
+
+
+def _member(denoiser: Any, name: str, layer: Any) -> Layer:
+    """The layer, of a plain one inside a shell that its group can answer for."""
+    if isinstance(layer, AdaptedLinear | SharingLinear):
+        return layer
+    shell = SharingLinear(layer)
+    _replace(denoiser, name, shell)
+    return shell
+
+
+def _hand_parts(members: Sequence[Any], whole: Any, sizes: Sequence[int]) -> None:
+    """What each member computes alone, for a copy of the denoiser outside its group."""
+    start = 0
+    for member, size in zip(members, sizes, strict=True):
+        member.base_layer = whole if len(members) == 1 else whole.part(start, start + size)
+        start += size
+
+
+def _replace(denoiser: Any, name: str, module: nn.Module) -> None:
+    parent, _, leaf = name.rpartition(".")
+    setattr(denoiser.get_submodule(parent), leaf, module)

@@ -1,0 +1,117 @@
+"""Making a run's trainer: the denoiser in its precision, adapter, optimizer, and the levers."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from lib import adapter, compiling, ema, frozen, levers, stopping
+from lib.binding import bind
+from lib.device import pick_device
+from lib.errors import InputRefused, Problem
+from lib.events import Events
+from lib.family import Family
+from lib.hub import Base
+from lib.optimizers import make_optimizer, usable
+from lib.records import compute_dtype
+from lib.replays import Replays
+from lib.schema import Config
+from lib.team import ALONE, Team
+from lib.training.step import Trainer
+
+
+def make_trainer(
+    config: Config,
+    family: Family,
+    base: Base,
+    events: Events,
+    *,
+    total_steps: int,
+    team: Team = ALONE,
+) -> Trainer:
+    """The denoiser in the run's precision with a fresh adapter and its optimizer."""
+    device, mode = pick_device(), config.precision.mode
+    events.decision("device", str(device), source="machine", reason="the first GPU, else the CPU")
+    _check_precision(mode, device)
+    chosen = levers.choose(config, device=device, total_steps=total_steps, events=events)
+    dtype = compute_dtype(mode)
+    # Layers in few bits go to the device one by one: the dense base need not fit there.
+    first = torch.device("cpu") if mode in frozen.KINDS else device
+    denoiser = family.load_denoiser(base, dtype=dtype, device=first)
+    injected = adapter.inject(denoiser, config.adapter, seed=config.seed)
+    _record_matches(injected, events)
+    if config.adapter.dropout > 0:
+        denoiser.train()
+    weights = bind(
+        denoiser,
+        injected.parameters,
+        shared=family.FACTS.shared_inputs,
+        mode=mode,
+        device=device,
+        dtype=dtype,
+        scale=adapter.scale_of(config.adapter),
+        dropout=config.adapter.dropout > 0,
+    )
+    _engage(chosen, config, denoiser, events)
+    optimizer = usable(config.optimizer, device=device, events=events, team=team)
+    return Trainer(
+        family=family,
+        denoiser=denoiser,
+        parameters=injected.parameters,
+        optimizer=make_optimizer(injected.parameters.values(), optimizer),
+        device=device,
+        autocast_dtype=None if mode == "fp32" else dtype,
+        max_grad_norm=config.trainer.max_grad_norm,
+        seed=config.seed,
+        dropout=config.adapter.dropout,
+        ema_decay=config.trainer.ema_decay,
+        ema=ema.start(injected.parameters) if config.trainer.ema_decay > 0 else {},
+        team=team,
+        asked=stopping.asked,
+        weights=weights,
+        replays=Replays(
+            device,
+            enabled=chosen.cuda_graphs,
+            refused=partial(_fell_back, events, "cuda_graphs"),
+        ),
+        uncompile=partial(_uncompile, denoiser, events) if chosen.compile else None,
+    )
+
+
+def _check_precision(mode: str, device: torch.device) -> None:
+    """A precision that this machine cannot compute, refused before weights load."""
+    fault = frozen.fault_of(mode, device) if mode in frozen.KINDS else ""
+    if fault:
+        remedy = 'pip install -e ".[quant]"' if mode == "nf4" else "use precision=bf16"
+        raise InputRefused(Problem(f"precision.mode={mode}", fault, "fp32, bf16", remedy))
+
+
+def _engage(chosen: levers.Levers, config: Config, denoiser: Any, events: Events) -> None:
+    if denoiser.device.type == "cuda":
+        reason = "cuDNN's attention crashes in the backward"
+        events.decision("attention", "flash or efficient", source="known fault", reason=reason)
+    if config.trainer.gradient_checkpointing:
+        denoiser.enable_gradient_checkpointing()  # diffusers' default is the non-reentrant kind
+        reason = "less memory, about a third more time"
+        events.decision("gradient_checkpointing", True, source="config", reason=reason)
+    if chosen.compile:
+        compiling.compile_blocks(denoiser)
+
+
+def _uncompile(denoiser: Any, events: Events, why: str) -> None:
+    compiling.run_as_written(denoiser)
+    _fell_back(events, "compile", why)
+
+
+def _fell_back(events: Events, lever: str, why: str) -> None:
+    events.decision(lever, False, source="fell back", reason=why)
+
+
+def _record_matches(injected: adapter.Injected, events: Events) -> None:
+    for name, matched in (("targets", injected.matches), ("rank_pattern", injected.patterns)):
+        counts = ", ".join(f"{target} {count}" for target, count in matched.items())
+        if counts:
+            reason = "modules that each matches"
+            events.decision(f"adapter.{name}", counts, source="base", reason=reason)
