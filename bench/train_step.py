@@ -15,7 +15,6 @@ import statistics
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,11 +26,11 @@ import yaml
 
 from bench.full_size import CONF, DTYPE, RANK, make_batch, make_denoiser
 from bench.full_size_bases import FULL
-from lib import adapter, families
+from lib import adapter, attention, families
 from lib.batches import Batch, StepBatches
 from lib.binding import bind
 from lib.compiling import compile_blocks
-from lib.device import pick_device, release, without_cudnn_attention
+from lib.device import pick_device, release
 from lib.family import Conditioning, Family
 from lib.objectives import per_sample_loss
 from lib.optimizers import make_optimizer
@@ -114,7 +113,7 @@ class Bench:
         self._checkpointing("checkpointing" in case.options)
         on_gpu = self.device.type == "cuda"
         if on_gpu and not {"eager", "graph"} & set(case.options):
-            compile_blocks(self.denoiser)
+            compile_blocks(self.denoiser, fixed_text=True)  # one shape a case
         optimizer = make_optimizer(self.injected.parameters.values(), OptimizerConfig(lr=RATE))
         captures = on_gpu and not {"eager", "compiled"} & set(case.options)
         return Trainer(
@@ -266,7 +265,7 @@ def main() -> None:
     parser.add_argument("--plain", action="store_true")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--attention", default="flash", choices=("flash", "cudnn", "FA4"))
+    parser.add_argument("--flash4", action="store_true", help="FlashAttention-4's kernels")
     arguments = parser.parse_args()
     family = families.get(arguments.family)
     preset = yaml.safe_load((CONF / f"{arguments.family}.yaml").read_text())["preset"]
@@ -277,11 +276,7 @@ def main() -> None:
     bench = Bench(family, recipe, preset, device, ceiling)
     rows, counted = [HEADER], {}
     cases = [Case.of(text) for text in arguments.cases]
-    if arguments.attention == "FA4":
-        from torch.nn.attention import _fa4
-
-        held = _fa4.register_flash_attention_fa4("fa4shim")  # noqa: F841
-    with nullcontext() if arguments.attention == "cudnn" else without_cudnn_attention():
+    with attention.engaged(flash4=arguments.flash4):
         bench.fresh()
         for size in dict.fromkeys((case.side, case.batch) for case in cases):
             plain = Case("bf16", *size)

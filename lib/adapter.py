@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +14,7 @@ from peft.utils import get_peft_model_state_dict
 from lib import shapes
 from lib.errors import InputRefused, Problem
 from lib.lowrank import ADAPTER, AdaptedLinear
+from lib.naming import expression, is_named
 from lib.random import normal
 from lib.schema import AdapterConfig
 
@@ -30,21 +30,14 @@ class Injected:
 
 def target_matches(module_names: Sequence[str], targets: Sequence[str]) -> dict[str, int]:
     """How many modules each target names: by the whole name or a dotted suffix."""
-    return {target: sum(_names(target, name) for name in module_names) for target in targets}
-
-
-def _names(target: str, module_name: str) -> bool:
-    return re.fullmatch(_pattern([target]), module_name) is not None
+    return {
+        target: sum(is_named(name, target=target) for name in module_names) for target in targets
+    }
 
 
 def _pattern(targets: Sequence[str]) -> str:
     """A regular expression over module names, which may end in a target."""
-    return rf"(?:.*\.)?(?:{'|'.join(map(_expression, targets))})"
-
-
-def _expression(target: str) -> str:
-    """`*` stands for one part of a name."""
-    return re.escape(target).replace(r"\*", "[^.]+")
+    return rf"(?:.*\.)?(?:{'|'.join(map(expression, targets))})"
 
 
 def check_targets(
@@ -55,7 +48,7 @@ def check_targets(
     An entry must match a linear layer, and a pattern one that a target matches too.
     """
     linears = [n for n, m in denoiser.named_modules() if isinstance(m, torch.nn.Linear)]
-    adapted = [n for n in linears if any(_names(target, n) for target in targets)]
+    adapted = [n for n in linears if any(is_named(n, target=target) for target in targets)]
     matches, ranked = target_matches(linears, targets), target_matches(adapted, [*(ranks or {})])
     problems = [
         Problem(f"adapter.targets={target}", "matches no linear layer", _leaves(linears))
@@ -83,7 +76,7 @@ def _rank_conflicts(adapted: Sequence[str], ranks: Mapping[str, int]) -> Iterato
     """Each set of patterns that give one module several ranks, once."""
     told: set[tuple[str, ...]] = set()
     for name in adapted:
-        found = tuple(pattern for pattern in ranks if _names(pattern, name))
+        found = tuple(pattern for pattern in ranks if is_named(name, target=pattern))
         if len({ranks[pattern] for pattern in found}) > 1 and found not in told:
             told.add(found)
             given = ", ".join(f"{pattern}:{ranks[pattern]}" for pattern in found)
@@ -101,9 +94,9 @@ def peft_config(config: AdapterConfig) -> LoraConfig:
         r=config.rank,
         lora_alpha=config.alpha,  # type: ignore[arg-type]  # PEFT computes with it as a number
         use_rslora=config.rslora,
-        rank_pattern={_expression(name): rank for name, rank in config.rank_pattern.items()},
+        rank_pattern={expression(name): rank for name, rank in config.rank_pattern.items()},
         alpha_pattern={
-            _expression(name): alpha_of(config, rank) for name, rank in config.rank_pattern.items()
+            expression(name): alpha_of(config, rank) for name, rank in config.rank_pattern.items()
         },
         target_modules=_peft_targets(config.targets),
         lora_dropout=config.dropout,

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lib import frozen
-from lib.lowrank import AdaptedLinear, Copies, Group, SharingLinear
+from lib.lowrank import ADAPTER, AdaptedLinear, Copies, Group, SharingLinear
 
 # Parts of names in a block whose layers stay dense: they see one row a sample, not one a token.
 DENSE = frozenset(
@@ -121,7 +121,7 @@ def _alike(layers: Mapping[str, Any], names: Sequence[str]) -> bool:
 def _group(
     denoiser: Any, layers: Mapping[str, Any], names: Sequence[str], *, kind: str, device: Any
 ) -> Group:
-    members = [_member(denoiser, name, layers[name]) for name in names]
+    members: list[Any] = [_member(denoiser, name, layers[name]) for name in names]
     bases = [member.base_layer.to(device) for member in members]
     sizes = tuple(base.out_features for base in bases)
     whole: Any = bases[0] if len(bases) == 1 else frozen.joined(bases)
@@ -132,7 +132,7 @@ def _group(
     for place, member in enumerate(members):
         member.group, member.place = group, place
     if len(members) == 1:
-        group.dropout = members[0].lora_dropout["default"]
+        group.dropout = members[0].lora_dropout[ADAPTER]
     return group
 
 

@@ -5,21 +5,29 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch._dynamo.exc import TorchDynamoException
-from torch._inductor.exc import InductorError
 
 # A block is compiled anew for each bucket, and for an input with and without a gradient.
 MOST_KINDS = 256
 
-FAILURES = (TorchDynamoException, InductorError)
+
+def failures() -> tuple[type[BaseException], ...]:
+    """What a block raises that cannot be compiled."""
+    from torch._dynamo.exc import TorchDynamoException  # two seconds, which a plain run saves
+    from torch._inductor.exc import InductorError
+
+    return (TorchDynamoException, InductorError)
 
 
-def compile_blocks(denoiser: Any) -> None:
-    """Compile the repeated blocks, shapes static; it happens when they are first called."""
+def compile_blocks(denoiser: Any, *, fixed_text: bool) -> None:
+    """Compile the repeated blocks; it happens when they are first called.
+
+    Static shapes are a tenth faster. Buckets make few of them, but captions of their own length
+    each make many: from the second on, what varies is compiled once as variable.
+    """
     config: Any = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, MOST_KINDS)
     config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, MOST_KINDS)
-    denoiser.compile_repeated_blocks(fullgraph=True, dynamic=False)
+    denoiser.compile_repeated_blocks(fullgraph=True, dynamic=False if fixed_text else None)
 
 
 def run_as_written(denoiser: Any) -> None:

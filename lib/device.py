@@ -43,6 +43,19 @@ def without_cudnn_attention() -> Iterator[None]:
         torch.backends.cuda.enable_cudnn_sdp(was_enabled)
 
 
+@contextmanager
+def float32_products(*, tf32: bool) -> Iterator[None]:
+    """Whether float32 products may be rounded to TF32 for the block; what was set comes back."""
+    products, convolutions = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    torch.set_float32_matmul_precision("high" if tf32 else "highest")
+    torch.backends.cudnn.allow_tf32 = tf32
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(products)
+        torch.backends.cudnn.allow_tf32 = convolutions
+
+
 def release() -> None:
     """Return what no one refers to."""
     gc.collect()

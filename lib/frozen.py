@@ -44,9 +44,10 @@ def _linear(weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Linear:
 class FrozenLinear(nn.Module):
     """What the kinds share: rows, features, a dense bias, and the dtype computed in."""
 
-    def __init__(self, rows: int, features: int, bias: torch.Tensor | None, dtype: torch.dtype):
+    def __init__(self, linear: nn.Linear, dtype: torch.dtype):
         super().__init__()
-        self.out_features, self.in_features, self.dtype = rows, features, dtype
+        self.out_features, self.in_features = linear.weight.shape
+        self.dtype, bias = dtype, linear.bias
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -78,7 +79,7 @@ class Fp8Linear(FrozenLinear):
 
     def __init__(self, linear: nn.Linear):
         weight = linear.weight.detach()
-        super().__init__(*weight.shape, linear.bias, weight.dtype)
+        super().__init__(linear, weight.dtype)
         for name, matrix in (("forth", weight), ("back", weight.t())):
             stored, scale = in_fp8(matrix)
             self.register_buffer(f"{name}_weight", stored)
@@ -130,7 +131,7 @@ class Int8Linear(FrozenLinear):
 
     def __init__(self, linear: nn.Linear):
         weight = linear.weight.detach()
-        super().__init__(*weight.shape, linear.bias, weight.dtype)
+        super().__init__(linear, weight.dtype)
         scale = (weight.abs().amax(-1).float() / INT8_MAX).clamp_min(1e-12)
         self.register_buffer(
             "weight_int8", (weight.float() / scale[:, None]).round().to(torch.int8)
@@ -186,7 +187,7 @@ class Nf4Linear(FrozenLinear):
         from bitsandbytes.functional import quantize_4bit  # type: ignore[import-not-found]
 
         weight = linear.weight.detach()
-        super().__init__(*weight.shape, linear.bias, weight.dtype)
+        super().__init__(linear, weight.dtype)
         packed, state = quantize_4bit(
             weight.contiguous(), blocksize=NF4_BLOCK, compress_statistics=True, quant_type="nf4"
         )

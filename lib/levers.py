@@ -5,10 +5,15 @@ Each is recorded with its reason; one that cannot engage falls back, which is re
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from lib import attention
+from lib.device import float32_products
 from lib.events import Events
 from lib.schema import Config
 
@@ -21,17 +26,36 @@ class Levers:
 
     compile: bool = False
     cuda_graphs: bool = False
+    flash4: bool = False
 
 
 def choose(config: Config, *, device: torch.device, total_steps: int, events: Events) -> Levers:
     """The levers of a run on a device, as the configuration and the device allow."""
-    compiles, why = _compiles(config.trainer.compile, device, total_steps)
-    source = "auto" if config.trainer.compile == "auto" else "config"
-    events.decision("compile", compiles, source=source, reason=why)
+    asked = config.trainer
+
+    def recorded(name: str, value: Any, setting: str, reason: str) -> None:
+        events.decision(
+            name, value, source="auto" if setting == "auto" else "config", reason=reason
+        )
+
+    compiles, why = _compiles(asked.compile, device, total_steps)
+    recorded("compile", compiles, asked.compile, why)
     captures, why = _captures(config, device)
-    source = "auto" if config.trainer.cuda_graphs == "auto" else "config"
-    events.decision("cuda_graphs", captures, source=source, reason=why)
-    return Levers(compile=compiles, cuda_graphs=captures)
+    recorded("cuda_graphs", captures, asked.cuda_graphs, why)
+    fault = "as asked" if asked.attention == "flash" else attention.fault_of_flash4(device)
+    name = "torch's own" if fault else "flash 4"
+    recorded("attention", name, asked.attention, f"flash 4: {fault}" if fault else "measured right")
+    rounds = asked.tf32
+    reason = "as asked" if rounds else "float32 products keep all their digits"
+    events.decision("tf32", rounds, source="config", reason=reason)
+    return Levers(compile=compiles, cuda_graphs=captures, flash4=not fault)
+
+
+@contextmanager
+def kernels(config: Config, *, flash4: bool) -> Iterator[None]:
+    """The process's settings of attention and float32 products for a run; restored after it."""
+    with attention.engaged(flash4=flash4), float32_products(tf32=config.trainer.tf32):
+        yield
 
 
 def _compiles(asked: str, device: torch.device, total_steps: int) -> tuple[bool, str]:

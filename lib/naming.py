@@ -87,9 +87,13 @@ def by_table(table: Mapping[str, str | tuple[str, ...]]) -> Table:
 
 
 def is_named(module: str, *, target: str) -> bool:
-    """Whether a target means a module: its name or the end of it; `*` is one part of a name."""
-    expression = re.escape(target).replace(r"\*", "[^.]+")
-    return re.fullmatch(rf"(?:.*\.)?{expression}", module) is not None
+    """Whether a target means a module: its whole name or a dotted suffix."""
+    return re.fullmatch(rf"(?:.*\.)?{expression(target)}", module) is not None
+
+
+def expression(target: str) -> str:
+    """A target as a regular expression: `*` stands for one part of a name."""
+    return re.escape(target).replace(r"\*", "[^.]+")
 
 
 def _numbers(pattern: str, modules: Sequence[str]) -> list[str]:

@@ -100,6 +100,7 @@ RULES: tuple[Rule, ...] = (
     _number("trainer.save_every", 1, 100_000),
     _choice("trainer.compile", "auto", "always", "never"),
     _choice("trainer.cuda_graphs", "auto", "never"),
+    _choice("trainer.attention", "auto", "flash"),
     Rule("trainer.caption_dropout", lambda v: 0 <= v < 1, "0 to below 1"),
     Rule("validation.fraction", lambda v: 0 <= v < 1, "0 (none) to below 1"),
     _number("validation.every", 1, 100_000),

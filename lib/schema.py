@@ -141,6 +141,8 @@ class TrainerConfig:
     gradient_checkpointing: bool = False
     compile: str = "auto"
     cuda_graphs: str = "auto"
+    attention: str = "auto"
+    tf32: bool = False
     extend: str | None = None
 
 

@@ -115,7 +115,9 @@ def train_denoiser(data: Data, text: Text, cache: Cache, recipe: Recipe) -> Any:
             draws=draws,
         )
         update(loss, list(parameters.values()), optimizer)
-        ema.update(average, parameters, number=step + 1, decay=recipe.ema_decay)
+        kept = ema.decay_at(step + 1, decay=recipe.ema_decay)
+        weight = torch.tensor(1.0 - kept, device=device)
+        ema.move(list(average.values()), list(parameters.values()), weight=weight)
         if step % 500 == 499 or step == recipe.steps - 1:
             report(step + 1, loss, denoiser, text, cache, data, seconds=time.time() - started)
     with torch.no_grad():

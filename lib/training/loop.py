@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
@@ -72,6 +72,36 @@ class _Launched:
     rate: float
     step: Launched
 
+    @property
+    def done(self) -> int:
+        """Steps of the run with this one."""
+        return self.group.step + 1
+
+
+@dataclass
+class _Reader:
+    """Reads the numbers of one step after the other, and tells them."""
+
+    progress: Progress
+    total_steps: int
+    events: Events
+    steps: int = 0
+    loss: float = float("nan")
+
+    def read(self, launched: _Launched) -> StepResult:
+        result, done = launched.step.result(), launched.done
+        if not result.finite:
+            raise _diverged(launched.group, result)
+        self.progress.add(launched.group.num_samples)
+        self.loss, self.steps = result.loss, self.steps + 1
+        _report(self.events, done, result, rate=launched.rate, progress=self.progress)
+        self.events.progress(done, self.total_steps, unit="steps")
+        return result
+
+    def finished(self) -> Finished:
+        speed = self.progress.samples_per_second
+        return Finished(self.steps, last_loss=self.loss, samples_per_second=speed)
+
 
 def train(
     trainer: Trainer,
@@ -93,27 +123,38 @@ def train(
     with a checkpoint. Where nothing is to be done after a step, the next is handed to the device
     before its numbers are read.
     """
-    progress, loss, steps = Progress(num_samples_seen), float("nan"), 0
+    reader = _Reader(Progress(num_samples_seen), total_steps, events)
 
     def save(step: int) -> None:
         if trainer.team.leads:
-            _save(trainer, step, progress, folder=folder, train_key=train_key)
-
-    def read(launched: _Launched) -> StepResult:
-        nonlocal loss, steps
-        result = launched.step.result()
-        if not result.finite:
-            raise _diverged(launched.group, result)
-        progress.add(launched.group.num_samples)
-        loss, steps, done = result.loss, steps + 1, launched.group.step + 1
-        _report(events, done, result, rate=launched.rate, progress=progress)
-        events.progress(done, total_steps, unit="steps")
-        return result
+            _save(trainer, step, reader.progress, folder=folder, train_key=train_key)
 
     def due(step: int) -> bool:
         return step % config.trainer.save_every == 0 or step == total_steps
 
+    def waits(step: int) -> bool:
+        """Whether the next step is to begin after this one's numbers are read."""
+        first = reader.progress.clock is None  # the clock starts between the first and the next
+        together = trainer.team.size > 1  # who else is asked to stop is known from the numbers
+        return first or together or due(step) or looks_at(step) or bool(trainer.asked())
+
     unread: _Launched | None = None
+    for launched in _launched(trainer, groups, config=config, total_steps=total_steps):
+        if unread is not None:
+            reader.read(unread)
+        unread = launched
+        if waits(launched.done):
+            result, unread = reader.read(launched), None
+            if due(launched.done):
+                save(launched.done)
+            _look(trainer, result, launched.done, reader.progress, after_step, save=save)
+    return reader.finished()
+
+
+def _launched(
+    trainer: Trainer, groups: Iterable[StepBatches], *, config: Config, total_steps: int
+) -> Iterator[_Launched]:
+    """Each group handed to the device, at the rate of its step."""
     for group in groups:
         rate = learning_rate(
             config.lr_schedule,
@@ -121,23 +162,25 @@ def train(
             step=group.step,
             total_steps=total_steps,
         )
-        launched = _Launched(group, rate, trainer.launch(group, rate=rate))
-        if unread is not None:
-            read(unread)
-        unread, done = launched, group.step + 1
-        together = trainer.team.size > 1  # who else is asked to stop is known from the numbers
-        if not (together or due(done) or looks_at(done) or trainer.asked()):
-            continue
-        result, unread = read(unread), None
-        if due(done):
-            save(done)
-        stops = result.asked
-        if not stops:
-            progress.aside(after_step, done)
-            stops = trainer.team.size == 1 and bool(trainer.asked())
-        if stops:
-            _stop(save, done)
-    return Finished(steps, last_loss=loss, samples_per_second=progress.samples_per_second)
+        yield _Launched(group, rate, trainer.launch(group, rate=rate))
+
+
+def _look(
+    trainer: Trainer,
+    result: StepResult,
+    done: int,
+    progress: Progress,
+    after_step: Callable[[int], None],
+    *,
+    save: Callable[[int], None],
+) -> None:
+    """What comes after a step whose numbers are known; the end, if the run is to stop."""
+    stops = result.asked
+    if not stops:
+        progress.aside(after_step, done)
+        stops = trainer.team.size == 1 and bool(trainer.asked())
+    if stops:
+        _stop(save, done)
 
 
 def _stop(save: Callable[[int], None], done: int) -> None:

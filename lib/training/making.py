@@ -54,7 +54,9 @@ def make_trainer(
         scale=adapter.scale_of(config.adapter),
         dropout=config.adapter.dropout > 0,
     )
-    _engage(chosen, config, denoiser, events)
+    _record_precision(mode, denoiser, events)
+    fixed_text = family.FACTS.caption_rule["positions"] == "all"
+    _engage(chosen, config, denoiser, events, fixed_text=fixed_text)
     optimizer = usable(config.optimizer, device=device, events=events, team=team)
     return Trainer(
         family=family,
@@ -76,6 +78,7 @@ def make_trainer(
             enabled=chosen.cuda_graphs,
             refused=partial(_fell_back, events, "cuda_graphs"),
         ),
+        flash4=chosen.flash4,
         uncompile=partial(_uncompile, denoiser, events) if chosen.compile else None,
     )
 
@@ -88,16 +91,15 @@ def _check_precision(mode: str, device: torch.device) -> None:
         raise InputRefused(Problem(f"precision.mode={mode}", fault, "fp32, bf16", remedy))
 
 
-def _engage(chosen: levers.Levers, config: Config, denoiser: Any, events: Events) -> None:
-    if denoiser.device.type == "cuda":
-        reason = "cuDNN's attention crashes in the backward"
-        events.decision("attention", "flash or efficient", source="known fault", reason=reason)
+def _engage(
+    chosen: levers.Levers, config: Config, denoiser: Any, events: Events, *, fixed_text: bool
+) -> None:
     if config.trainer.gradient_checkpointing:
         denoiser.enable_gradient_checkpointing()  # diffusers' default is the non-reentrant kind
         reason = "less memory, about a third more time"
         events.decision("gradient_checkpointing", True, source="config", reason=reason)
     if chosen.compile:
-        compiling.compile_blocks(denoiser)
+        compiling.compile_blocks(denoiser, fixed_text=fixed_text)
 
 
 def _uncompile(denoiser: Any, events: Events, why: str) -> None:
@@ -107,6 +109,15 @@ def _uncompile(denoiser: Any, events: Events, why: str) -> None:
 
 def _fell_back(events: Events, lever: str, why: str) -> None:
     events.decision(lever, False, source="fell back", reason=why)
+
+
+def _record_precision(mode: str, denoiser: Any, events: Events) -> None:
+    """How much of the base is in few bits; what is not stays as it was loaded."""
+    if mode in frozen.KINDS:
+        layers = [m for m in denoiser.modules() if isinstance(m, frozen.FrozenLinear)]
+        weights = sum(layer.out_features * layer.in_features for layer in layers)
+        reason = f"{weights / 1e6:.1f} M weights in {mode}; modulations and embedders stay dense"
+        events.decision("precision", f"{len(layers)} products", source="config", reason=reason)
 
 
 def _record_matches(injected: adapter.Injected, events: Events) -> None:

@@ -8,10 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lib import adapter, files, stopping, tensors
+from lib import adapter, files, levers, stopping, tensors
 from lib.ahead import ahead
 from lib.batches import Assembler, Group, Plan, Records, StepBatches, slots_of
-from lib.device import without_cudnn_attention
 from lib.drawing import GridRequest
 from lib.errors import Problem, StateRefused
 from lib.events import Events
@@ -72,7 +71,8 @@ def train_run(
         if team.leads
         else nullcontext(Watch(config, total_steps, None, None))
     )
-    with stopping.deferring(), without_cudnn_attention(), watched as watch:
+    kernels = levers.kernels(config, flash4=trainer.flash4)
+    with stopping.deferring(), kernels, watched as watch:
         watch.begin(start)
         finished = train(
             trainer,

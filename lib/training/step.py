@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -27,6 +26,8 @@ from lib.team import ALONE, Team
 class StepResult:
     """What a step reports; `finite` False means that the update was skipped.
 
+    Also where an earlier one was not finite whose numbers had not been read yet.
+
     `asked`: some process of the run is to stop, and all know it.
     """
 
@@ -47,11 +48,10 @@ class Launched:
     def result(self) -> StepResult:
         """The step's numbers, waited for."""
         self.arrived()
-        loss, norm, asked = self.numbers.tolist()
-        finite = math.isfinite(loss) and math.isfinite(norm)
-        if not finite:
+        loss, norm, asked, sound = self.numbers.tolist()
+        if not sound:
             self.trainer.forgive()
-        return StepResult(loss=loss, grad_norm=norm, finite=finite, asked=bool(asked))
+        return StepResult(loss=loss, grad_norm=norm, finite=bool(sound), asked=bool(asked))
 
 
 @dataclass
@@ -78,6 +78,7 @@ class Trainer:
     asked: Callable[[], str] = lambda: ""  # whether this process is to stop
     weights: Weights = None  # type: ignore[assignment]  # of the parameters alone unless bound
     replays: Replays = None  # type: ignore[assignment]  # none unless asked for
+    flash4: bool = False  # whose attention kernels
     uncompile: Callable[[str], None] | None = None  # told why, where blocks are compiled
     _learning: tuple[bool, ...] = ()  # of several processes: which parameters have a gradient
 
@@ -102,11 +103,11 @@ class Trainer:
         """
         asked = bool(self.asked())
         with self.replays.stream():
+            if self.uncompile is None:
+                return self._launched(group, rate, asked=asked)
             try:
                 return self._launched(group, rate, asked=asked)
-            except compiling.FAILURES as error:
-                if self.uncompile is None:
-                    raise
+            except compiling.failures() as error:
                 self.uncompile(f"{type(error).__name__}: {str(error).splitlines()[0]}")
                 self.uncompile = None
                 return self._launched(group, rate, asked=asked)
@@ -123,7 +124,7 @@ class Trainer:
         else:
             self._update()
         self.team.settle(self.device)
-        report = torch.stack([self._loss_sum, self._norm, asks])
+        report = torch.stack([self._loss_sum, self._norm, asks, self._sound])
         return Launched(self, *arriving(report))
 
     @torch.no_grad()
@@ -168,6 +169,12 @@ class Trainer:
                 conditioning=batch.conditioning,
                 guidance=self.guidance,
             )
+
+    @torch.no_grad()
+    def look(self, batch: Batch) -> shapes.Prediction:
+        """A prediction beside training: uncompiled, since without gradients it is another graph."""
+        with torch.compiler.set_stance("force_eager") if self.uncompile else nullcontext():
+            return self.predict(batch)
 
     def _loss(self, batch: Batch) -> shapes.Scalar:
         losses = per_sample_loss(self.predict(batch), batch.target) * batch.loss_weights

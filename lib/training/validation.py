@@ -179,10 +179,8 @@ class Validator:
         denoiser.train(training)
         return found
 
-    @torch.no_grad()
     def _losses_of(self, batch: Batch) -> list[float]:
-        prediction = self.trainer.predict(batch)
-        return per_sample_loss(prediction, batch.target).tolist()
+        return per_sample_loss(self.trainer.look(batch), batch.target).tolist()
 
 
 @contextmanager

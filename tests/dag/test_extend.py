@@ -77,7 +77,7 @@ def test_an_extended_run_that_is_killed_resumes_from_its_own_checkpoint(
 ):
     from lib.training.step import Trainer
 
-    whole = Trainer.step
+    whole = Trainer.launch
 
     def dying(self, group, *, rate):
         if group.step == 7:
@@ -85,7 +85,7 @@ def test_an_extended_run_that_is_killed_resumes_from_its_own_checkpoint(
         return whole(self, group, rate=rate)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "step", dying)
+        patch.setattr(Trainer, "launch", dying)
         with pytest.raises(KeyboardInterrupt):
             ensure("train", *LONGER)
     resumed = ensure("train", *LONGER)

@@ -369,15 +369,15 @@ def test_a_run_that_was_stopped_ends_as_the_unbroken_one(root, name, tmp_path, m
 
     whole = ensure(root, "train", name)
     shutil.copytree(root / "store", tmp_path / "store", ignore=shutil.ignore_patterns("runs"))
-    whole_step = step.Trainer.step
+    whole_launch = step.Trainer.launch
 
-    def dying_step(self, group, *, rate):
+    def dying(self, group, *, rate):
         if group.step == STEPS - 1:
             raise Killed
-        return whole_step(self, group, rate=rate)
+        return whole_launch(self, group, rate=rate)
 
     with monkeypatch.context() as patch:
-        patch.setattr(step.Trainer, "step", dying_step)
+        patch.setattr(step.Trainer, "launch", dying)
         with pytest.raises(Killed):
             ensure(root, "train", name, store=tmp_path)
     resumed = ensure(root, "train", name, store=tmp_path)

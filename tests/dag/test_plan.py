@@ -98,14 +98,14 @@ def test_the_bucket_table_counts_every_picture(plan_text):
 def test_an_interrupted_run_plans_the_steps_that_are_left(planned, ensure, monkeypatch):
     from lib.training import step
 
-    whole_step = step.Trainer.step
+    whole = step.Trainer.launch
 
     def failing(self, group, *, rate):
         if group.step == 4:
             raise RuntimeError("planted")
-        return whole_step(self, group, rate=rate)
+        return whole(self, group, rate=rate)
 
-    monkeypatch.setattr(step.Trainer, "step", failing)
+    monkeypatch.setattr(step.Trainer, "launch", failing)
     with pytest.raises(RuntimeError, match="planted"):
         ensure("train")
     plan = planned()["train"]

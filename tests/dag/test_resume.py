@@ -26,14 +26,14 @@ import os, signal, sys
 sys.path.insert(0, {checkout!r})
 from lib.training import step
 
-whole_step = step.Trainer.step
+whole = step.Trainer.launch
 
-def dying_step(self, group, *, rate):
+def dying(self, group, *, rate):
     if group.step == {at}:
         os.kill(os.getpid(), signal.SIGKILL)
-    return whole_step(self, group, rate=rate)
+    return whole(self, group, rate=rate)
 
-step.Trainer.step = dying_step
+step.Trainer.launch = dying
 """
 
 
@@ -87,9 +87,10 @@ def test_a_killed_run_resumes_and_ends_as_the_unbroken_one(
     died = in_new_process(settings(root=broken), before=KILLED, at=at)
     assert died.returncode == -signal.SIGKILL
     before = metric_steps(broken)[0]
-    assert before == list(range(1, at + 1))
-    resumed = ensure("train", root=broken)
     saved = at - at % 2  # a checkpoint every second step
+    # A step's numbers are read after the next is launched, but for the first and saved ones.
+    assert before == list(range(1, max(saved, 1) + 1))
+    resumed = ensure("train", root=broken)
     assert metric_steps(broken) == [before + list(range(saved + 1, 7))]
     assert len(results_of(resumed, broken)) == 2
     assert results_of(resumed, broken) == results_of(ensure("train", root=whole), whole)

@@ -41,14 +41,14 @@ def before_step(number, do):
     def meddle():
         from lib.training.step import Trainer
 
-        whole = Trainer.step
+        whole = Trainer.launch
 
         def meddled(self, group, *, rate):
             if group.step == number:
                 do()
             return whole(self, group, rate=rate)
 
-        Trainer.step = meddled
+        Trainer.launch = meddled
 
     return meddle
 

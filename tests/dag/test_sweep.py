@@ -61,7 +61,7 @@ def test_a_failing_combination_does_not_stop_the_others(sweep, tmp_path):
 def test_a_stop_ends_the_sweep_and_the_same_sweep_goes_on(sweep, monkeypatch, tmp_path):
     from lib.training.step import Trainer
 
-    whole = Trainer.step
+    whole = Trainer.launch
 
     def interrupted(self, group, *, rate):
         if self.seed == 1 and group.step == 2:
@@ -69,7 +69,7 @@ def test_a_stop_ends_the_sweep_and_the_same_sweep_goes_on(sweep, monkeypatch, tm
         return whole(self, group, rate=rate)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "step", interrupted)
+        patch.setattr(Trainer, "launch", interrupted)
         code, printed = sweep("seed=0,1,2")
     assert code == 75
     assert table_of(printed) == {"seed=0": "done", "seed=1": "stopped", "seed=2": "not started"}

@@ -86,14 +86,14 @@ def ends_at(step, *, number=signal.SIGKILL, ranks=(0, 1)):
     def meddle(rank):
         from lib.training.step import Trainer
 
-        whole = Trainer.step
+        whole = Trainer.launch
 
         def dying(self, group, *, rate):
             if group.step == step and rank in ranks:
                 os.kill(os.getpid(), number)
             return whole(self, group, rate=rate)
 
-        Trainer.step = dying
+        Trainer.launch = dying
 
     return meddle
 
@@ -189,14 +189,14 @@ def test_a_number_that_is_not_finite_on_one_stops_both_with_the_good_weights(tea
     def poison(rank):
         from lib.training.step import Trainer
 
-        whole = Trainer.step
+        whole = Trainer.launch
 
         def poisoned(self, group, *, rate):
             if group.step == 4 and rank == 1:
                 group.batches[0].target.fill_(float("nan"))
             return whole(self, group, rate=rate)
 
-        Trainer.step = poisoned
+        Trainer.launch = poisoned
 
     codes, said = team(meddle=poison, root=tmp_path)
     assert codes == [1, 1], said

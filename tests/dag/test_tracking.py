@@ -238,14 +238,14 @@ from stages import guarded
 from stages.composing import compose
 
 follower.END_SECONDS = 120.0
-whole_step = step.Trainer.step
+whole = step.Trainer.launch
 
-def dying_step(self, group, *, rate):
+def dying(self, group, *, rate):
     if group.step == 3:
         {death}
-    return whole_step(self, group, rate=rate)
+    return whole(self, group, rate=rate)
 
-step.Trainer.step = dying_step
+step.Trainer.launch = dying
 with heeding():
     code = guarded(lambda: graph.ensure("train", compose({overrides!r}), Events()) and 0)
 sys.exit(code)

@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from lib.config import parse
-from lib.errors import DarkroomError
+from lib.errors import DarkroomError, Stopped
 from lib.events import Events
 from lib.keys import digest
 from lib.optimizers import learning_rate
 from lib.training import checkpoint, loop
+from lib.training.step import Trainer
 
 KEY = digest("run")
 
@@ -36,7 +37,7 @@ def run(config, tmp_path, monkeypatch):
         lambda denoiser: {n: p.detach().clone() for n, p in denoiser.named_parameters()},
     )
 
-    def train(trainer, groups, *, seen=0, total=6, events=None):
+    def train(trainer, groups, *, seen=0, total=6, events=None, **options):
         return loop.train(
             trainer,
             groups,
@@ -46,6 +47,7 @@ def run(config, tmp_path, monkeypatch):
             folder=tmp_path / "checkpoints",
             train_key=KEY,
             events=events or Events(),
+            **options,
         )
 
     return train
@@ -95,6 +97,91 @@ def test_the_first_step_is_outside_the_speed(make_trainer, make_step, run, monke
     run(make_trainer(), steps(), events=Events(sinks=(seen.append,)))
     speeds = [event.data.get("samples_per_second") for event in seen if event.kind == "metric"]
     assert speeds == [None, 3.0, 3.0]  # 6 samples in 2 seconds, 12 in 4
+
+
+@pytest.mark.parametrize("looks", [True, False], ids=["looked at", "not looked at"])
+def test_no_step_is_counted_in_the_speed_without_its_time(
+    make_trainer, make_step, run, monkeypatch, looks
+):
+    """A step takes two seconds of this clock, spent before its launch returns, as on a CPU."""
+    now, whole = [100.0], Trainer.launch
+    monkeypatch.setattr(loop, "perf_counter", lambda: now[0])
+
+    def slow(self, group, *, rate):
+        now[0] += 2
+        return whole(self, group, rate=rate)
+
+    monkeypatch.setattr(Trainer, "launch", slow)
+    finished = run(make_trainer(), map(make_step, range(6)), looks_at=lambda _step: looks)
+    assert finished.samples_per_second == pytest.approx(3.0)
+
+
+@pytest.fixture
+def order(monkeypatch):
+    """What is launched and what is read, in the order of it; steps counted from 1."""
+    found, launch = [], Trainer.launch
+
+    def launching(self, group, *, rate):
+        found.append(("launch", group.step + 1))
+        return launch(self, group, rate=rate)
+
+    monkeypatch.setattr(Trainer, "launch", launching)
+    report = loop._report
+    monkeypatch.setattr(
+        loop, "_report", lambda e, n, *a, **k: (found.append(("read", n)), report(e, n, *a, **k))
+    )
+    return found
+
+
+def test_a_step_is_launched_before_the_last_is_read_unless_something_is_due(
+    make_trainer, make_step, run, order
+):
+    """Due are the first, of which the clock begins, a checkpoint (2, 4, 6) and a look (5)."""
+    looked = []
+    run(
+        make_trainer(),
+        map(make_step, range(8)),
+        total=8,
+        looks_at=lambda step: step == 5,
+        after_step=looked.append,
+    )
+    at_once = [[("launch", n), ("read", n)] for n in (1, 2)]
+    later = [("launch", 3), ("launch", 4), ("read", 3), ("read", 4), ("launch", 5), ("read", 5)]
+    rest = [("launch", 6), ("read", 6), ("launch", 7), ("launch", 8), ("read", 7), ("read", 8)]
+    assert order == [*at_once[0], *at_once[1], *later, *rest]
+    assert 5 in looked
+    assert not {3, 7} & set(looked)
+
+
+def test_a_stop_asked_for_as_a_step_begins_ends_the_run_after_it(
+    make_trainer, make_step, run, order, names
+):
+    trainer = make_trainer()
+    trainer.asked = lambda: "asked" if order[-1:] == [("launch", 3)] else ""
+    with pytest.raises(Stopped, match="after step 3, saved"):
+        run(trainer, map(make_step, range(6)), looks_at=lambda _step: False)
+    assert order[-2:] == [("launch", 3), ("read", 3)]
+    assert names() == ["step-00000002", "step-00000003"]
+
+
+def test_a_step_launched_before_a_bad_one_was_read_moves_nothing(
+    make_trainer, make_step, run, order, names
+):
+    trainer, kept = make_trainer(), {}
+
+    def groups():
+        yield from map(make_step, range(2))
+        kept.update({name: p.detach().clone() for name, p in trainer.parameters.items()})
+        yield spoilt(make_step(2, micro_batch=3))
+        yield make_step(3)
+        raise AssertionError("the run went on")
+
+    with pytest.raises(loop.Diverged, match="step 3"):
+        run(trainer, groups(), looks_at=lambda _step: False)
+    assert order[-1] == ("launch", 4)
+    assert names() == ["step-00000002"]
+    for name, parameter in trainer.parameters.items():
+        assert torch.equal(parameter, kept[name])
 
 
 def test_one_step_has_no_speed_and_none_is_no_error(make_trainer, make_step, run):

@@ -1,0 +1,85 @@
+"""Attention kernels of a training run: torch's flash attention, or its fourth release.
+
+cuDNN's stay off: in FLUX's backward they read illegal memory (H200, torch 2.11, cuDNN 9.19; seen
+again in bench/results/2026-11-30-h200-train-step.md). FlashAttention-4 (the extra `flash`) is half
+again as fast on Hopper; torch puts it in the place of its own kernels, and takes it out again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from lib.device import without_cudnn_attention
+
+CAPABILITIES = (9, 10)  # major ones of the GPUs that its kernels are written for
+NEAR = 0.02  # relative error of bfloat16 kernels; seen: 0.003
+
+
+def _flash_attn_fwd(*args: Any, **kwargs: Any) -> Any:
+    """What torch asks of a release; this one returns more."""
+    from flash_attn.cute.interface import (  # type: ignore[import-not-found]
+        _flash_attn_fwd as forward,
+    )
+
+    return forward(*args, **kwargs)[:2]
+
+
+def _flash_attn_bwd(*args: Any, **kwargs: Any) -> Any:
+    from flash_attn.cute.interface import (  # type: ignore[import-not-found]
+        _flash_attn_bwd as backward,
+    )
+
+    return backward(*args, **kwargs)[:3]
+
+
+@contextmanager
+def engaged(*, flash4: bool) -> Iterator[None]:
+    """The run's kernels for the block; what was there before comes back."""
+    with without_cudnn_attention():
+        if not flash4:
+            yield
+            return
+        from torch.nn.attention._fa4 import register_flash_attention_fa4
+
+        handle = register_flash_attention_fa4(__name__)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+
+def fault_of_flash4(device: torch.device) -> str:
+    """Why FlashAttention-4 cannot be used on a device, or nothing; found by one attention."""
+    if device.type != "cuda":
+        return "there is no GPU"
+    if torch.cuda.get_device_capability(device)[0] not in CAPABILITIES:
+        return "its kernels are for Hopper and Blackwell GPUs"
+    try:
+        with engaged(flash4=True):
+            found = _attended(device, SDPBackend.FLASH_ATTENTION)
+    except (ImportError, OSError, RuntimeError, AttributeError, TypeError, ValueError) as error:
+        return f"{type(error).__name__}: {str(error).splitlines()[0]}"
+    with without_cudnn_attention():
+        expected = _attended(device, SDPBackend.MATH)
+    near = all((a - b).norm() <= NEAR * b.norm() for a, b in zip(found, expected, strict=True))
+    return "" if near else "its numbers are wrong here"
+
+
+def _attended(device: torch.device, backend: SDPBackend) -> list[torch.Tensor]:
+    """Output and gradients over fixed numbers, in float32."""
+    shape, count = (1, 2, 128, 64), 128 * 128
+    ramp = torch.arange(count, device=device, dtype=torch.float32)
+    query, key, value = (
+        torch.sin(ramp * step).view(shape).to(torch.bfloat16).requires_grad_()
+        for step in (0.37, 0.71, 1.13)
+    )
+    with sdpa_kernel(backend):
+        answer = functional.scaled_dot_product_attention(query, key, value)
+        gradients = torch.autograd.grad(answer, (query, key, value), torch.ones_like(answer))
+    return [tensor.detach().float() for tensor in (answer, *gradients)]
