@@ -104,12 +104,17 @@ def make_denoiser(family: Family, recipe: Mapping[str, Any], *, device: torch.de
     return denoiser.requires_grad_(False).eval()
 
 
+def make_adapter(denoiser: Any, preset: Mapping[str, Any]) -> adapter.Injected:
+    """A fresh adapter on the preset's targets."""
+    config = AdapterConfig(rank=RANK, alpha=float(RANK), targets=list(preset["targets"]))
+    return adapter.inject(denoiser, config, seed=0)
+
+
 def make_trainer(
     family: Family, denoiser: Any, preset: Mapping[str, Any], *, device: torch.device
 ) -> tuple[Trainer, adapter.Injected]:
     """Training's own step over a fresh adapter on the preset's targets."""
-    config = AdapterConfig(rank=RANK, alpha=float(RANK), targets=list(preset["targets"]))
-    injected = adapter.inject(denoiser, config, seed=0)
+    injected = make_adapter(denoiser, preset)
     trainer = Trainer(
         family=family,
         denoiser=denoiser,

@@ -24,18 +24,18 @@ os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
 import torch
 import yaml
 
-from bench.full_size import CONF, DTYPE, RANK, make_batch, make_denoiser
+from bench.full_size import CONF, DTYPE, make_adapter, make_batch, make_denoiser
 from bench.full_size_bases import FULL
-from lib import adapter, attention, families
+from lib import attention, ema, families
 from lib.batches import Batch, StepBatches
 from lib.binding import bind
-from lib.compiling import compile_blocks
+from lib.compiling import compile_blocks, run_as_written
 from lib.device import pick_device, release
 from lib.family import Conditioning, Family
 from lib.objectives import per_sample_loss
 from lib.optimizers import make_optimizer
 from lib.replays import Replays
-from lib.schema import AdapterConfig, OptimizerConfig
+from lib.schema import OptimizerConfig
 from lib.training.step import Trainer
 
 WARM, TIMED = 5, 15
@@ -80,8 +80,7 @@ class Bench:
         release()
         began = time.perf_counter()
         self.denoiser = make_denoiser(self.family, self.recipe, device=self.device)
-        config = AdapterConfig(rank=RANK, alpha=float(RANK), targets=list(self.preset["targets"]))
-        self.injected = adapter.inject(self.denoiser, config, seed=0)
+        self.injected = make_adapter(self.denoiser, self.preset)
         self.mode = "plain"
         print(f"  made in {time.perf_counter() - began:.0f} s", flush=True)
 
@@ -110,7 +109,7 @@ class Bench:
             scale=1.0,
         )
         self.mode = case.mode
-        self._checkpointing("checkpointing" in case.options)
+        self._as_written(checkpointing="checkpointing" in case.options)
         on_gpu = self.device.type == "cuda"
         if on_gpu and not {"eager", "graph"} & set(case.options):
             compile_blocks(self.denoiser, fixed_text=True)  # one shape a case
@@ -127,15 +126,14 @@ class Bench:
             seed=0,
             dropout=0.0,
             ema_decay=0.99,
-            ema={n: p.detach().clone() for n, p in self.injected.parameters.items()},
+            ema=ema.start(self.injected.parameters),
             weights=weights,
             replays=Replays(self.device, enabled=captures, refused=print),
         )
 
-    def _checkpointing(self, on: bool) -> None:
-        for module in self.denoiser.modules():
-            module._compiled_call_impl = None
-        if on:
+    def _as_written(self, *, checkpointing: bool) -> None:
+        run_as_written(self.denoiser)
+        if checkpointing:
             self.denoiser.enable_gradient_checkpointing()
         else:
             self.denoiser.disable_gradient_checkpointing()
@@ -160,7 +158,7 @@ class Bench:
         torch._dynamo.reset()
         if self.mode != "plain":
             self.fresh()
-        self._checkpointing("free" not in case.options)
+        self._as_written(checkpointing="free" not in case.options)
         if compiled:
             self.denoiser.compile_repeated_blocks(dynamic=True)
         parameters = list(self.injected.parameters.values())
