@@ -183,6 +183,11 @@ def _scale(
     rank = parts["down"].shape[0]
     if described is None:
         return float(parts["alpha"]) / rank if "alpha" in parts else 1.0
+    return scale_told(described, alpha_told(described, module=module, rank=rank), rank=rank)
+
+
+def alpha_told(described: Mapping[str, object], *, module: str, rank: int) -> float:
+    """A module's alpha by PEFT's description: that of the first pattern that means it."""
     alpha = described.get("lora_alpha", rank)
     patterns = described.get("alpha_pattern")
     for pattern, own in patterns.items() if isinstance(patterns, dict) else ():
@@ -190,6 +195,11 @@ def _scale(
             alpha = own
             break
     assert isinstance(alpha, int | float)
+    return alpha
+
+
+def scale_told(described: Mapping[str, object], alpha: float, *, rank: int) -> float:
+    """The factor that PEFT makes of an alpha, rank-stabilised if the description says so."""
     return alpha / (rank**0.5 if described.get("use_rslora") else rank)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from lib.foreign import Fault, Foreign
 from lib.naming import PEFT
-from lib.reading import METADATA_KEY
+from lib.reading import METADATA_KEY, alpha_told, scale_told
 from lib.spelling import Module
 
 # A pattern of a stranger's that could take for ever: a repeated group, or many repetitions.
@@ -64,12 +64,8 @@ def strength(
     """By the description where there is one, else alpha / rank, or 1."""
     if of is None:
         return Strength(alpha, 1.0 if alpha is None else alpha / rank)
-    told = of.get("lora_alpha", rank)
-    for pattern, own in (of.get("alpha_pattern") or {}).items():
-        if re.match(rf"(.*\.)?({pattern})$", module.stem):
-            told = own
-            break
-    return Strength(told, told / (math.sqrt(rank) if of.get("use_rslora") else rank))
+    told = alpha_told(of, module=module.stem, rank=rank)
+    return Strength(told, scale_told(of, told, rank=rank))
 
 
 def alpha_of(file: Foreign, key: str) -> float | None:
