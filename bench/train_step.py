@@ -2,9 +2,10 @@
 
     python -m bench.train_step flux --cases bf16:512:1 fp8:512:4 [--plain] [--profile] [--tiny]
 
-A case is precision:pixels:batch with options after it, as in `nf4:512:1:checkpointing` or
-`bf16:512:1:eager` (neither compiled nor captured). `--plain` adds (a) the plain eager loop with
-checkpointing and (b) regional compile with dynamic shapes and checkpointing, at each size in bf16.
+A case is precision:pixels:batch with options after it, as in `nf4:512:1:checkpointing`,
+`nf4:512:1:checkpointing=40` (blocks) or `bf16:512:1:eager` (neither compiled nor captured).
+`--plain` adds (a) the plain eager loop with checkpointing and (b) regional compile with dynamic
+shapes and checkpointing, at each size in bf16. What a step learns: `bench.parity`.
 Prints steps/s, samples/s, peak memory, TFLOP/s and the share of the measured matmul ceiling.
 """
 
@@ -34,6 +35,7 @@ from lib.device import pick_device, release
 from lib.family import Conditioning, Family
 from lib.objectives import per_sample_loss
 from lib.optimizers import make_optimizer
+from lib.recomputing import recompute
 from lib.replays import Replays
 from lib.schema import OptimizerConfig
 from lib.training.step import Trainer
@@ -109,7 +111,11 @@ class Bench:
             scale=1.0,
         )
         self.mode = case.mode
-        self._as_written(checkpointing="checkpointing" in case.options)
+        self._as_written()
+        for option in case.options:
+            name, _, blocks = option.partition("=")
+            if name == "checkpointing":
+                recompute(self.denoiser, blocks=int(blocks) if blocks else None)
         on_gpu = self.device.type == "cuda"
         if on_gpu and not {"eager", "graph"} & set(case.options):
             compile_blocks(self.denoiser, fixed_text=True)  # one shape a case
@@ -131,12 +137,9 @@ class Bench:
             replays=Replays(self.device, enabled=captures, refused=print),
         )
 
-    def _as_written(self, *, checkpointing: bool) -> None:
+    def _as_written(self) -> None:
         run_as_written(self.denoiser)
-        if checkpointing:
-            self.denoiser.enable_gradient_checkpointing()
-        else:
-            self.denoiser.disable_gradient_checkpointing()
+        self.denoiser.disable_gradient_checkpointing()
 
     def ours(self, case: Case) -> Callable[[], Any]:
         trainer, batch = self.trainer(case), self.batch(case)
@@ -158,7 +161,9 @@ class Bench:
         torch._dynamo.reset()
         if self.mode != "plain":
             self.fresh()
-        self._as_written(checkpointing="free" not in case.options)
+        self._as_written()
+        if "free" not in case.options:
+            self.denoiser.enable_gradient_checkpointing()
         if compiled:
             self.denoiser.compile_repeated_blocks(dynamic=True)
         parameters = list(self.injected.parameters.values())

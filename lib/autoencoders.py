@@ -36,7 +36,7 @@ def encode_pictures(autoencoder: Any, pixels: shapes.Pixels) -> Posterior:
     with torch.no_grad():
         inputs = pixels.to(autoencoder.device, autoencoder.dtype)
         distribution = autoencoder.encode(inputs).latent_dist
-    return Posterior(mean=distribution.mean.float().cpu(), std=distribution.std.float().cpu())
+    return Posterior(mean=distribution.mean.float(), std=distribution.std.float())
 
 
 def encode_frames(autoencoder: Any, pixels: shapes.Pixels) -> Posterior:
@@ -46,7 +46,7 @@ def encode_frames(autoencoder: Any, pixels: shapes.Pixels) -> Posterior:
         inputs = pixels.to(autoencoder.device, autoencoder.dtype)[:, :, None]
         distribution = autoencoder.encode(inputs).latent_dist
     mean, std = distribution.mean[:, :, 0], distribution.std[:, :, 0]
-    return Posterior(mean=mean.float().cpu(), std=std.float().cpu())
+    return Posterior(mean=mean.float(), std=std.float())
 
 
 def decode_pictures(autoencoder: Any, raw_latents: shapes.RawLatents) -> shapes.Pixels:

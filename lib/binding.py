@@ -11,16 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from lib import frozen
+from lib import frozen, prequantised
+from lib.few_bits import in_few_bits
 from lib.lowrank import ADAPTER, AdaptedLinear, Copies, Group, SharingLinear
-
-# Parts of names in a block whose layers stay dense: they see one row a sample, not one a token.
-DENSE = frozenset(
-    {"norm", "norm1", "norm1_context", "norm2", "norm2_context", "img_mod", "txt_mod"}
-    | {"adaLN_modulation", "modulation"}
-)
-LEAST_SIDE = 512  # smaller layers gain nothing from few bits
-MULTIPLE = 16  # of a side: what float8 products ask for
 
 Layer = AdaptedLinear | SharingLinear
 
@@ -39,9 +32,11 @@ def bind(
     """Groups of layers on the device, in the precision of `mode`, and the adapter's copies.
 
     `shared` are names under one parent that are fed the same tensor, in the order of their calls.
-    With dropout each layer draws its own, so none shares.
+    With dropout each layer draws its own, so none shares. What a base stores in few bits is held
+    as it is, and then so is what it stores dense.
     """
-    quantised = set(quantisable(denoiser)) if mode in frozen.KINDS else set()
+    quantises = mode in frozen.KINDS and not prequantised.is_stored(denoiser)
+    quantised = set(quantisable(denoiser)) if quantises else set()
     layers = dict(linears(denoiser))
     groups = []
     for names in _grouped(denoiser, layers, [] if dropout else shared):
@@ -69,17 +64,9 @@ def linears(denoiser: Any) -> Iterator[tuple[str, Any]]:
 
 def quantisable(denoiser: Any) -> list[str]:
     """Layers inside the repeated blocks, but for modulations and odd or small shapes."""
-    blocks = [n for n, m in denoiser.named_modules() if type(m).__name__ in _repeated(denoiser)]
-    found = []
-    for name, layer in linears(denoiser):
-        block = next((b for b in blocks if name.startswith(f"{b}.")), None)
-        if block is None or DENSE & set(name.removeprefix(f"{block}.").split(".")):
-            continue
-        sides = _sides(layer)
-        if not any(side % MULTIPLE for side in sides):
-            found.append((name, min(sides)))
-    large = [name for name, side in found if side >= LEAST_SIDE]
-    return large or [name for name, _ in found]  # of a base with no layer so large, all
+    kinds = _repeated(denoiser)
+    blocks = {name for name, module in denoiser.named_modules() if type(module).__name__ in kinds}
+    return in_few_bits({n: _sides(layer) for n, layer in linears(denoiser)}, blocks=blocks)
 
 
 def _repeated(denoiser: Any) -> Sequence[str]:
@@ -113,9 +100,10 @@ def _grouped(
 
 
 def _alike(layers: Mapping[str, Any], names: Sequence[str]) -> bool:
-    """Whether one product can stand for all: the same features, dtype, and a bias or none."""
+    """Whether one product can stand for all: alike in kind, features, dtype, a bias or none."""
     bases = [_base(layers[name]) for name in names]
-    return len({(b.in_features, b.weight.dtype, b.bias is None) for b in bases}) == 1
+    kinds = {(type(b), b.in_features, b.weight.dtype, b.bias is None) for b in bases}
+    return len(kinds) == 1 and prequantised.may_join(bases)
 
 
 def _group(
@@ -124,9 +112,10 @@ def _group(
     members: list[Any] = [_member(denoiser, name, layers[name]) for name in names]
     bases = [member.base_layer.to(device) for member in members]
     sizes = tuple(base.out_features for base in bases)
-    whole: Any = bases[0] if len(bases) == 1 else frozen.joined(bases)
+    whole = bases[0] if len(bases) == 1 else _joined(bases)
     if kind:
         whole = frozen.KINDS[kind](whole)
+    if isinstance(whole, frozen.FrozenLinear):
         _hand_parts(members, whole, sizes)
     group = Group(members, whole, sizes)
     for place, member in enumerate(members):
@@ -134,6 +123,11 @@ def _group(
     if len(members) == 1:
         group.dropout = members[0].lora_dropout[ADAPTER]
     return group
+
+
+def _joined(bases: Sequence[Any]) -> Any:
+    stored = isinstance(bases[0], prequantised.StoredNf4)
+    return prequantised.joined(bases) if stored else frozen.joined(bases)
 
 
 def _member(denoiser: Any, name: str, layer: Any) -> Layer:

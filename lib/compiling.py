@@ -2,12 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch._functorch import config as functorch
+
+from lib.compiled import compiled_in
 
 # A block is compiled anew for each bucket, and for an input with and without a gradient.
 MOST_KINDS = 256
+
+
+@contextmanager
+def kept(root: Path) -> Iterator[None]:
+    """Blocks compiled meanwhile are kept in a store, with the layers in few bits among them.
+
+    Those are autograd functions, which torch keeps on request alone: it knows their graphs, but not
+    what else a function might remember. Ours remember tensors.
+    """
+    allowed = functorch.autograd_cache_allow_custom_autograd_functions
+    functorch.autograd_cache_allow_custom_autograd_functions = True
+    try:
+        with compiled_in(root, build=f"torch-{torch.__version__}"):
+            yield
+    finally:
+        functorch.autograd_cache_allow_custom_autograd_functions = allowed
 
 
 def failures() -> tuple[type[BaseException], ...]:

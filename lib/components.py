@@ -9,23 +9,35 @@ if TYPE_CHECKING:
 
     from lib.hub import Base
 
+QUANTISED = "quantization_config"  # in the configuration of a component stored in few bits
+
 
 def load_model(
     model_class: Any, base: Base, component: str, *, dtype: torch.dtype, device: Any
 ) -> Any:
-    """A model of diffusers; modules that it keeps in float32 stay so."""
-    return _frozen(model_class, base, component, device=device, torch_dtype=dtype)
+    """A model of diffusers, as it is stored; modules that it keeps in float32 stay so."""
+    if QUANTISED in base.component(component).config:
+        from lib import prequantised
+
+        return _frozen(prequantised.load(model_class, base, component, dtype=dtype)).to(device)
+    return _read(model_class, base, component, torch_dtype=dtype).to(device)
 
 
 def load_encoder(
     model_class: Any, base: Base, component: str, *, dtype: torch.dtype, device: Any
 ) -> Any:
-    """A model of transformers."""
-    return _frozen(model_class, base, component, device=device, dtype=dtype)
+    """A model of transformers, as it is stored."""
+    if QUANTISED in base.component(component).config:  # one in 4 bits cannot be moved later
+        return _read(model_class, base, component, dtype=dtype, device_map={"": str(device)})
+    return _read(model_class, base, component, dtype=dtype).to(device)
 
 
-def _frozen(model_class: Any, base: Base, component: str, *, device: Any, **dtype: Any) -> Any:
+def _read(model_class: Any, base: Base, component: str, **options: Any) -> Any:
     model = model_class.from_pretrained(
-        base.folder(component), use_safetensors=True, local_files_only=True, **dtype
+        base.folder(component), use_safetensors=True, local_files_only=True, **options
     )
-    return model.requires_grad_(False).eval().to(device)
+    return _frozen(model)
+
+
+def _frozen(model: Any) -> Any:
+    return model.requires_grad_(False).eval()

@@ -1,4 +1,8 @@
-"""Captions and pictures through the frozen encoders, one record at a time out."""
+"""Captions and pictures through the frozen encoders, one record at a time out.
+
+A GPU is never waited for between two batches: pixels are decoded by threads and copied from pinned
+memory, and a batch's records are taken up when the next batch is on its way.
+"""
 
 from __future__ import annotations
 
@@ -15,20 +19,14 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from lib import stopping
-from lib.claims import claims
-from lib.device import release
-from lib.errors import Problem, SamplesFailed
-from lib.events import Events
+from lib.device import arriving, release
 from lib.family import Family, Posterior, Record
 from lib.images import Geometry, ImageError, decode, render
-from lib.keys import Key
-from lib.records import to_stored
-from lib.store import Store
 from lib.survey import MAX_PICTURE_BYTES, read_regular
 
 MOST_DECODERS = 16
 MOST_CHARS = 200  # of an encoder's own words
+CPU = torch.device("cpu")
 # These very classes: a NotImplementedError is a fault of ours, and a broken device fails all.
 OF_THE_ENCODER = (RuntimeError, torch.OutOfMemoryError)
 
@@ -80,11 +78,19 @@ def caption_records(
     *,
     max_length: int,
     batch_size: int,
+    late: int = 0,
 ) -> Iterator[tuple[str | None, Record | Failed]]:
     """Each text, in order, with its record; None stands for the unconditional one.
 
     A text is taken from `texts` no sooner than its batch is to be encoded.
     """
+    made = _caption_records(family, encoders, in_batches(texts, batch_size), max_length=max_length)
+    return _fetched(made, late=late)
+
+
+def _caption_records(
+    family: Family, encoders: Any, batches: Iterable[list[str | None]], *, max_length: int
+) -> Iterator[tuple[str | None, Record | Failed]]:
 
     def encode(batch: Sequence[str]) -> Sequence[Record]:
         return family.encode_captions(encoders, batch, max_length=max_length)
@@ -92,22 +98,39 @@ def caption_records(
     def encode_unconditional() -> Record:
         return family.encode_unconditional(encoders, max_length=max_length)
 
-    for batch in in_batches(texts, batch_size):
+    for batch in batches:
         yield from _encoded(encode, [text for text in batch if text is not None])
         if None in batch:
             yield from _encoded(lambda _: [encode_unconditional()], [None])
 
 
 def picture_records(
-    family: Family, autoencoder: Any, pictures: Iterable[Picture], *, batch_size: int
+    family: Family,
+    autoencoder: Any,
+    pictures: Iterable[Picture],
+    *,
+    batch_size: int,
+    device: torch.device = CPU,
+    late: int = 0,
 ) -> Iterator[tuple[Picture, Record | Failed]]:
     """Each picture, in order, with its posterior, or with what is wrong; a batch has one bucket.
 
     A picture is taken from `pictures` no sooner than it is to be decoded.
     """
+    made = _picture_records(family, autoencoder, pictures, batch_size=batch_size, device=device)
+    return _fetched(made, late=late)
 
+
+def _picture_records(
+    family: Family,
+    autoencoder: Any,
+    pictures: Iterable[Picture],
+    *,
+    batch_size: int,
+    device: torch.device,
+) -> Iterator[tuple[Picture, Record | Failed]]:
     def encode(batch: Sequence[tuple[Picture, np.ndarray]]) -> Sequence[Record]:
-        stacked = torch.from_numpy(np.stack([pixels for _, pixels in batch]))
+        stacked = _stacked([pixels for _, pixels in batch], device=device)
         posterior = family.encode_images(autoencoder, stacked)
         return [posterior_record(posterior, row=row) for row in range(len(batch))]
 
@@ -118,52 +141,43 @@ def picture_records(
         readable.clear()  # as `_decoded` does with the batch
 
 
-def put_all(
-    items: Iterable[Item],
-    encode: Callable[[Iterable[Item]], Iterator[tuple[Item, Record | Failed]]],
-    *,
-    keys: Mapping[Item, Key],
-    kind: str,
-    store: Store,
-    subject_of: Callable[[Item], str],
-    events: Events,
-) -> None:
-    """Encode items into the store, shared with any process that is at the same ones.
-
-    Those that fail are told apart, after all others are kept: SamplesFailed.
-    """
-    problems: list[Problem] = []
-    done = 0
-    with claims(store, kind, keys) as claimed:
-
-        def put(records: Iterator[tuple[Item, Record | Failed]]) -> None:
-            nonlocal done
-            for item, record in records:
-                problem = _put(store, kind, keys[item], record, subject=subject_of(item))
-                claimed.free(item)
-                problems.extend([problem] if problem else [])
-                done += 1
-                stopping.check()
-                events.progress(done + claimed.found, len(keys), unit=kind)
-
-        put(encode(claimed.mine(items)))
-        for item in claimed.left():
-            put(encode([item]))
-    if problems:
-        raise SamplesFailed(problems)
+def _stacked(pixels: Sequence[np.ndarray], *, device: torch.device) -> torch.Tensor:
+    """One tensor on the device; on its way to a GPU from memory that it copies from by itself."""
+    if device.type != "cuda":
+        return torch.from_numpy(np.stack(pixels))
+    pinned = torch.empty((len(pixels), *pixels[0].shape), dtype=torch.float32, pin_memory=True)
+    for row, picture in zip(pinned, pixels, strict=True):
+        row.copy_(torch.from_numpy(picture))
+    return pinned.to(device, non_blocking=True)
 
 
-def _put(
-    store: Store, kind: str, key: Key, record: Record | Failed, *, subject: str
-) -> Problem | None:
-    """Store a record under its key; one that failed or is not finite is its subject's problem."""
+def _fetched(
+    records: Iterator[tuple[Item, Record | Failed]], *, late: int
+) -> Iterator[tuple[Item, Record | Failed]]:
+    """Records on the CPU, so many items late: they come while the device has its next batch."""
+    coming: deque[tuple[Item, Callable[[], Record | Failed]]] = deque()
+    for item, record in records:
+        coming.append((item, _coming(record)))
+        if len(coming) > late:
+            first, arrived = coming.popleft()
+            yield first, arrived()
+    while coming:
+        first, arrived = coming.popleft()
+        yield first, arrived()
+
+
+def _coming(record: Record | Failed) -> Callable[[], Record | Failed]:
+    """Sends a record's tensors to the CPU; what waits until they are there gives it."""
     if isinstance(record, Failed):
-        return Problem(subject, record.why, remedy=record.remedy)
-    try:
-        store.put(kind, key.digest, to_stored(record), metadata={}, inputs=key.inputs)
-    except ValueError as error:
-        return Problem(subject, f"its encoding cannot be stored: {error}")
-    return None
+        return lambda: record
+    sent = {name: arriving(tensor) for name, tensor in record.items()}
+
+    def arrived() -> Record:
+        for _, wait in sent.values():
+            wait()
+        return {name: tensor for name, (tensor, _) in sent.items()}
+
+    return arrived
 
 
 def look_ahead(batch_size: int) -> int:

@@ -10,7 +10,7 @@ from lib import runs
 from lib.errors import InputRefused, Problem
 from lib.files import user_path
 from lib.keys import Key, canonical_json, digest, file_digest
-from lib.schema import Config
+from lib.schema import AUTO, Config, with_mode
 
 SETTING = "trainer.extend"
 MANIFEST = "manifest.json"
@@ -69,6 +69,13 @@ def sealed_record(path: Path) -> Mapping[str, Any] | str:
         if file_digest(path / name) != expected:
             return f"the digest of {name} does not match"
     return {**record, "digest": sealed}
+
+
+def in_its_precision(config: Config) -> Config:
+    """`precision=auto` goes on in the precision of the run that it extends."""
+    if config.precision.mode != AUTO or (found := extended(config)) is None:
+        return config
+    return with_mode(config, found.identity["settings"]["precision.mode"])
 
 
 def setting_problems(config: Config, settings: Mapping[str, Any]) -> Iterator[Problem]:

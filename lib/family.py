@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from lib.footprint import Costs
     from lib.hub import Base
     from lib.naming import Names
     from lib.noise import NoiseProcess
@@ -87,6 +88,7 @@ class Facts:
     max_text_tokens: int
     draws_mode: bool  # latents are the posterior's mode instead of a sample
     noise: type[NoiseProcess]
+    costs: Costs  # of memory in training
     reference: str  # the dense base on the Hub
     diffusers: str  # the release that brought its pipeline
     latent_dtypes: tuple[str, ...] = ("fp32", "bf16")  # what the autoencoder encodes well in
@@ -94,6 +96,8 @@ class Facts:
     caption_settings: tuple[str, ...] = ()  # settings of the pipeline that enter caption keys
     # Layers under one parent that are fed the same tensor, in the order of their calls.
     shared_inputs: tuple[tuple[str, ...], ...] = ()
+    # Precisions that `auto` may take: those seen to train as bf16 does (bench/results).
+    auto_modes: tuple[str, ...] = ("bf16", "int8", "nf4")
     license: str = ""  # of the reference, by the Hub's names; "" where it has one of its own
 
 
@@ -114,7 +118,10 @@ class Family(Protocol):
     def encode_captions(
         self, encoders: Any, captions: Sequence[str], *, max_length: int
     ) -> list[dict[str, torch.Tensor]]:
-        """One record a caption, in the form in which the pipeline feeds the denoiser."""
+        """One record a caption, in the form in which the pipeline feeds the denoiser.
+
+        Left on the encoders' device, whose work is not waited for.
+        """
         ...
 
     def encode_unconditional(
@@ -131,7 +138,9 @@ class Family(Protocol):
 
     def load_autoencoder(self, base: Base, *, dtype: torch.dtype, device: Any) -> Any: ...
 
-    def encode_images(self, autoencoder: Any, pixels: shapes.Pixels) -> Posterior: ...
+    def encode_images(self, autoencoder: Any, pixels: shapes.Pixels) -> Posterior:
+        """The posterior, left on the autoencoder's device."""
+        ...
 
     def latent_shape(
         self, config: Mapping[str, Any], *, height: int, width: int

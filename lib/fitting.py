@@ -3,16 +3,20 @@
 import re
 from collections.abc import Iterator, Mapping
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from lib import hub_download
+from lib.components import QUANTISED
 from lib.errors import Problem
 from lib.family import Facts, Family
 from lib.hub import INDEX, Base, UnbuiltTiny, class_name
+from lib.schema import AUTO
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 # Words in the names of checkpoints distilled to few steps.
+NF4 = "bitsandbytes nf4"  # the one kind of few bits that is read
 DISTILLED = re.compile(r"(?<![a-z])(turbo|schnell|lightning|hyper|lcm|dmd2?|distilled)(?![a-z])")
 
 
@@ -22,6 +26,21 @@ def base_problems(base: Base, *, family: Family, others: Mapping[str, Facts]) ->
     yield from found
     if not found and not isinstance(base, UnbuiltTiny):
         yield from _quantised(f"family.base={base.reference}", base, family.FACTS)
+
+
+def stored_kind(base: Base, family: Family) -> str:
+    """How the base stores its denoiser: the precision that computes it so, or "" if dense."""
+    return "nf4" if _storage(base, family.FACTS.denoiser) == NF4 else ""
+
+
+def precision_problem(base: Base, *, family: Family, mode: str) -> Problem | None:
+    """A denoiser that is stored in few bits, and a precision that it is not stored in."""
+    kind, facts = stored_kind(base, family), family.FACTS
+    if kind == "" or mode in (kind, AUTO):
+        return None
+    why = f"{base.reference} stores its {facts.denoiser} in {kind}"
+    remedy = f"use precision={kind}, or a dense base such as {facts.reference}"
+    return Problem(f"precision.mode={mode}", why, f"{kind}, {AUTO}", remedy)
 
 
 def family_of(base: Base, families: Mapping[str, Facts]) -> str | None:
@@ -119,15 +138,28 @@ def _component_problems(
 def _quantised(setting: str, base: Base, facts: Facts) -> Iterator[Problem]:
     """Components stored in few bits, by their own configuration, whatever the base is called."""
     models = [name for name in facts.classes if not name.startswith(("tokenizer", "scheduler"))]
-    kinds = {
-        name: quantised.get("quant_method", "an unnamed method")
-        for name in models
-        if (quantised := base.component(name).config.get("quantization_config"))
-    }
-    if kinds:
-        which = ", ".join(f"{name} ({kind})" for name, kind in kinds.items())
-        why = f"is stored quantised: {which}; fp32 and bf16 train on dense weights"
-        yield Problem(setting, why, f"a dense base such as {facts.reference}")
+    kinds = {name: kind for name in models if (kind := _storage(base, name))}
+    read = [n for n, kind in kinds.items() if kind == NF4 and n != facts.autoencoder]
+    if refused := [f"{name} ({kind})" for name, kind in kinds.items() if name not in read]:
+        why = f"is stored quantised: {', '.join(refused)}"
+        allowed = f"a dense base such as {facts.reference}"
+        remedy = "or one with the denoiser, or text encoders, in bitsandbytes' nf4"
+        yield Problem(setting, why, allowed, remedy)
+    elif read and find_spec("bitsandbytes") is None:
+        why = f"stores {', '.join(read)} in bitsandbytes' nf4, and bitsandbytes is not installed"
+        yield Problem(setting, why, remedy='pip install -e ".[quant]"')
+
+
+def _storage(base: Base, component: str) -> str:
+    """The method by which a component is quantised, by its configuration, or ""."""
+    found = base.component(component).config.get(QUANTISED)
+    if not found:
+        return ""
+    method = found.get("quant_method", "an unnamed method")
+    if method != "bitsandbytes":
+        return str(method)
+    kind = found.get("bnb_4bit_quant_type", "fp4") if found.get("load_in_4bit") else "int8"
+    return f"{method} {kind}"
 
 
 def _is_one_of(found: str, expected: str) -> bool:

@@ -5,7 +5,7 @@ Each kind stores a weight once and multiplies twice, forward and for the input's
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -22,18 +22,19 @@ NF4_BLOCK, NESTED_BLOCK = 64, 256
 def joined(linears: Sequence[nn.Linear]) -> nn.Linear:
     """One layer with the rows of all, whose weights become parts of its own."""
     weight = torch.cat([linear.weight.detach() for linear in linears])
-    whole = _linear(weight, _joined_bias(linears))
+    whole = linear_of(weight, joined_bias(linears))
     for linear, part in zip(linears, weight.split([x.out_features for x in linears]), strict=True):
         linear.weight = nn.Parameter(part, requires_grad=False)
     return whole
 
 
-def _joined_bias(linears: Sequence[nn.Linear]) -> torch.Tensor | None:
+def joined_bias(linears: Sequence[Any]) -> torch.Tensor | None:
     biases = [linear.bias for linear in linears if linear.bias is not None]
     return torch.cat([bias.detach() for bias in biases]) if biases else None
 
 
-def _linear(weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Linear:
+def linear_of(weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Linear:
+    """A frozen layer with these, at whatever device and in whatever precision they are."""
     made = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
     made.weight = nn.Parameter(weight, requires_grad=False)
     if bias is not None:
@@ -45,7 +46,7 @@ class FrozenLinear(nn.Module):
     """What the kinds share: rows, features, a dense bias, and the dtype computed in."""
 
     def __init__(self, linear: nn.Linear, dtype: torch.dtype):
-        super().__init__()
+        nn.Module.__init__(self)  # and not that of a class beside this one
         self.out_features, self.in_features = linear.weight.shape
         self.dtype, bias = dtype, linear.bias
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
@@ -179,53 +180,65 @@ def _(gradient: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 class Nf4Linear(FrozenLinear):
-    """bitsandbytes' storage: blocks of 64 in NF4, their maxima in 8 bits (arXiv:2305.14314)."""
+    """bitsandbytes' storage: blocks of 64 in NF4, their maxima in 8 bits (arXiv:2305.14314).
+
+    What is already stored may hold its maxima in float32, and so none of the three that follow.
+    """
 
     PARTS: ClassVar = ("packed", "maxima", "maxima_code", "nested_maxima", "offset", "code")
 
-    def __init__(self, linear: nn.Linear):
-        from bitsandbytes.functional import quantize_4bit  # type: ignore[import-not-found]
-
+    def __init__(self, linear: nn.Linear, stored: Mapping[str, torch.Tensor] | None = None):
         weight = linear.weight.detach()
         super().__init__(linear, weight.dtype)
-        packed, state = quantize_4bit(
-            weight.contiguous(), blocksize=NF4_BLOCK, compress_statistics=True, quant_type="nf4"
-        )
-        self._keep(packed, state)
+        found = in_nf4(weight) if stored is None else stored
+        self.parts = tuple(name for name in self.PARTS if name in found)
+        for name in self.parts:
+            self.register_buffer(name, found[name])
 
-    def _keep(self, packed: torch.Tensor, state: Any) -> None:
-        nested = state.state2
-        found = (packed, state.absmax, nested.code, nested.absmax, state.offset, state.code)
-        for name, tensor in zip(self.PARTS, found, strict=True):
-            self.register_buffer(name, tensor)
+    @property
+    def stored(self) -> list[torch.Tensor]:
+        """What the weight is made of."""
+        return [getattr(self, name) for name in self.parts]
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:
-        stored = [getattr(self, name) for name in self.PARTS]
-        return _Nf4Product.apply(x, self.out_features, *stored)
+        return _Nf4Product.apply(x, self.out_features, *self.stored)
+
+
+def in_nf4(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """A weight as a layer's parts."""
+    from bitsandbytes import functional as bnb  # type: ignore[import-not-found]
+
+    packed, state = bnb.quantize_4bit(
+        weight.contiguous(), blocksize=NF4_BLOCK, compress_statistics=True, quant_type="nf4"
+    )
+    nested = state.state2
+    found = (packed, state.absmax, nested.code, nested.absmax, state.offset, state.code)
+    return dict(zip(Nf4Linear.PARTS, found, strict=True))
 
 
 class _Nf4Product(Function):
     @staticmethod
     def forward(ctx: Any, x: Any, rows: int, *stored: Any) -> Any:
         ctx.save_for_backward(*stored)
-        ctx.rows = rows
+        ctx.features = x.shape[-1]
         return nf4_forth(x, list(stored), rows)
 
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> Any:  # type: ignore[override]
-        return nf4_back(gradient, list(ctx.saved_tensors), ctx.rows), *[None] * 7
+        stored = list(ctx.saved_tensors)
+        return nf4_back(gradient, stored, ctx.features), *[None] * (1 + len(stored))
 
 
 @torch.library.custom_op("darkroom::nf4_forth", mutates_args=())
 def nf4_forth(x: torch.Tensor, stored: list[torch.Tensor], rows: int) -> torch.Tensor:
     """x @ weight.T, the weight widened for the time of the product."""
-    return functional.linear(x, from_nf4(stored, rows, x.dtype))
+    return functional.linear(x, from_nf4(stored, (rows, x.shape[-1]), x.dtype))
 
 
 @torch.library.custom_op("darkroom::nf4_back", mutates_args=())
-def nf4_back(gradient: torch.Tensor, stored: list[torch.Tensor], rows: int) -> torch.Tensor:
+def nf4_back(gradient: torch.Tensor, stored: list[torch.Tensor], features: int) -> torch.Tensor:
     """gradient @ weight."""
-    return gradient @ from_nf4(stored, rows, gradient.dtype)
+    return gradient @ from_nf4(stored, (gradient.shape[-1], features), gradient.dtype)
 
 
 @nf4_forth.register_fake
@@ -234,32 +247,31 @@ def _(x: torch.Tensor, stored: list[torch.Tensor], rows: int) -> torch.Tensor:
 
 
 @nf4_back.register_fake
-def _(gradient: torch.Tensor, stored: list[torch.Tensor], rows: int) -> torch.Tensor:
-    return gradient.new_empty(*gradient.shape[:-1], 2 * stored[0].numel() // rows)
+def _(gradient: torch.Tensor, stored: list[torch.Tensor], features: int) -> torch.Tensor:
+    return gradient.new_empty(*gradient.shape[:-1], features)
 
 
-def from_nf4(stored: list[torch.Tensor], rows: int, dtype: torch.dtype) -> torch.Tensor:
+def from_nf4(
+    stored: Sequence[torch.Tensor], shape: tuple[int, int], dtype: torch.dtype
+) -> torch.Tensor:
     """The weight: rows, features; by bitsandbytes' own kernels."""
-    from bitsandbytes.functional import (  # type: ignore[import-not-found]
-        QuantState,
-        dequantize_4bit,
-    )
+    from bitsandbytes import functional as bnb  # type: ignore[import-not-found]
 
-    packed, maxima, maxima_code, nested_maxima, offset, code = stored
-    nested = QuantState(
-        nested_maxima, blocksize=NESTED_BLOCK, code=maxima_code, dtype=torch.float32
-    )
-    state = QuantState(
-        maxima,
-        shape=torch.Size((rows, 2 * packed.numel() // rows)),
-        code=code,
-        blocksize=NF4_BLOCK,
-        quant_type="nf4",
-        dtype=dtype,
-        offset=offset,
-        state2=nested,
-    )
-    return dequantize_4bit(packed, state)
+    packed, maxima, *nested, code = stored
+    kind: Any = {"blocksize": NF4_BLOCK, "quant_type": "nf4", "dtype": dtype, "code": code}
+    state = bnb.QuantState(plain_maxima(maxima, *nested), shape=torch.Size(shape), **kind)
+    return bnb.dequantize_4bit(packed, state)
+
+
+def plain_maxima(maxima: torch.Tensor, *nested: torch.Tensor) -> torch.Tensor:
+    """The largest value of each block in float32, as `dequantize_4bit` finds it."""
+    from bitsandbytes import functional as bnb  # type: ignore[import-not-found]
+
+    if not nested:
+        return maxima
+    code, of_maxima, offset = nested
+    state = bnb.QuantState(of_maxima, blocksize=NESTED_BLOCK, code=code, dtype=torch.float32)
+    return bnb.dequantize_blockwise(maxima, state) + offset
 
 
 KINDS = {"fp8": Fp8Linear, "int8": Int8Linear, "nf4": Nf4Linear}
@@ -276,7 +288,7 @@ def fault_of(mode: str, device: torch.device) -> str:
     weight = torch.linspace(-1, 1, 64 * 64, device=device).view(64, 64).to(torch.bfloat16)
     x = torch.eye(64, device=device, dtype=torch.bfloat16).requires_grad_()
     try:
-        product = KINDS[mode](_linear(weight, None))(x)
+        product = KINDS[mode](linear_of(weight, None))(x)
         product.sum().backward()
     except (ImportError, OSError, RuntimeError, AttributeError, NotImplementedError) as error:
         return f"cannot be computed here: {type(error).__name__}: {str(error).splitlines()[0]}"

@@ -126,6 +126,17 @@ class Base:
                 self.memory.remember(known, path, found)
         return {tensor: found[tensor] for tensor in wanted}
 
+    def tensor_shapes(self, name: str) -> dict[str, tuple[int, ...]]:
+        """Shapes of a component's tensors by its files' headers; nothing where a file is absent."""
+        if self._absent(name):
+            return {}
+        files = self.component(name).weights
+        return {k: s for file in files for k, s in _shapes(self.root / name / file).items()}
+
+    def weight_bytes(self, name: str) -> int:
+        """What a component's files take on the disk."""
+        return sum((self.root / name / f).stat().st_size for f in self.component(name).weights)
+
     def _absent(self, name: str) -> list[str]:
         weights = self.component(name).weights
         return [file for file in weights if not (self.root / name / file).is_file()]
@@ -222,6 +233,13 @@ def _read_numbers(path: Path, wanted: Sequence[str]) -> dict[str, list[float]]:
     with safe_open(path, framework="pt") as file:
         there = set(file.keys()) & set(wanted)
         return {name: file.get_tensor(name).double().flatten().tolist() for name in there}
+
+
+def _shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    from safetensors import safe_open
+
+    with safe_open(path, framework="np") as file:
+        return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118  # it is no mapping
 
 
 def _names_a_class(value: Any) -> bool:

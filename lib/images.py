@@ -245,5 +245,9 @@ def render(image: Image.Image, geometry: Geometry) -> Float32[np.ndarray, "3 hei
     image = image.crop((*box, box[0] + geometry.width, box[1] + geometry.height))
     if geometry.flip:
         image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
-    levels = np.asarray(image).astype(np.float32) / np.float32(255.0)
-    return np.ascontiguousarray(np.float32(2.0) * levels.transpose(2, 0, 1) - np.float32(1.0))
+    pixels = np.asarray(image).transpose(2, 0, 1).astype(np.float32, order="C")
+    # In place: several times faster than the same numbers by way of new arrays.
+    pixels /= np.float32(255.0)
+    pixels *= np.float32(2.0)
+    pixels -= np.float32(1.0)
+    return pixels

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from lib import attention
-from lib.device import float32_products
+from lib import attention, choosing, footprint
+from lib.choosing import Choice
+from lib.device import float32_products, repeatable, timed_convolutions
 from lib.events import Events
+from lib.footprint import Needs, Way
 from lib.schema import Config
-
-WORTH_COMPILING = 100  # steps that earn back the seconds which compiling takes
 
 
 @dataclass(frozen=True)
@@ -25,11 +25,20 @@ class Levers:
     """What engages."""
 
     compile: bool = False
+    checkpointing: bool = False
+    blocks: int | None = None  # that are computed again; None: all
     cuda_graphs: bool = False
     flash4: bool = False
 
 
-def choose(config: Config, *, device: torch.device, total_steps: int, events: Events) -> Levers:
+def choose(
+    config: Config,
+    *,
+    device: torch.device,
+    total_steps: int,
+    events: Events,
+    needs: Needs | None = None,
+) -> Levers:
     """The levers of a run on a device, as the configuration and the device allow."""
     asked = config.trainer
 
@@ -38,36 +47,75 @@ def choose(config: Config, *, device: torch.device, total_steps: int, events: Ev
             name, value, source="auto" if setting == "auto" else "config", reason=reason
         )
 
-    compiles, why = _compiles(asked.compile, device, total_steps)
-    recorded("compile", compiles, asked.compile, why)
+    compiled, why = compiles(asked.compile, device, total_steps)
+    recorded("compile", compiled, asked.compile, why)
+    again = _checkpoints(config, device, needs, compiled=compiled)
+    found = again.way.checkpointing
+    recorded("gradient_checkpointing", found, asked.gradient_checkpointing, again.reason)
     captures, why = _captures(config, device)
     recorded("cuda_graphs", captures, asked.cuda_graphs, why)
-    fault = "as asked" if asked.attention == "flash" else attention.fault_of_flash4(device)
+    fault = _fault_of_flash4(config, device)
     name = "torch's own" if fault else "flash 4"
     recorded("attention", name, asked.attention, f"flash 4: {fault}" if fault else "measured right")
     rounds = asked.tf32
     reason = "as asked" if rounds else "float32 products keep all their digits"
     events.decision("tf32", rounds, source="config", reason=reason)
-    return Levers(compile=compiles, cuda_graphs=captures, flash4=not fault)
+    for name in ("cudnn_benchmark", "deterministic"):
+        if getattr(asked, name):
+            events.decision(name, True, source="config", reason="as asked")
+    return Levers(
+        compile=compiled,
+        checkpointing=found,
+        blocks=again.blocks,
+        cuda_graphs=captures,
+        flash4=not fault,
+    )
 
 
 @contextmanager
 def kernels(config: Config, *, flash4: bool) -> Iterator[None]:
-    """The process's settings of attention and float32 products for a run; restored after it."""
-    with attention.engaged(flash4=flash4), float32_products(tf32=config.trainer.tf32):
+    """The process's settings for a run, of attention and products; restored after it."""
+    asked = config.trainer
+    with (
+        attention.engaged(flash4=flash4),
+        float32_products(tf32=asked.tf32),
+        repeatable(asked.deterministic),
+        timed_convolutions(asked.cudnn_benchmark),
+    ):
         yield
 
 
-def _compiles(asked: str, device: torch.device, total_steps: int) -> tuple[bool, str]:
+def compiles(asked: str, device: torch.device, total_steps: int) -> tuple[bool, str]:
     if asked == "never":
         return False, "as asked"
     if asked == "always":
         return True, "as asked; blocks compile at the first step of each shape"
     if device.type != "cuda":
         return False, "on a CPU compiling takes longer than a short run"
-    if total_steps < WORTH_COMPILING:
-        return False, f"fewer than {WORTH_COMPILING} steps"
+    if not footprint.compiles(asked, total_steps=total_steps):
+        return False, f"fewer than {footprint.WORTH_COMPILING} steps"
     return True, "blocks compile at the first step of each shape"
+
+
+def _checkpoints(
+    config: Config, device: torch.device, needs: Needs | None, *, compiled: bool
+) -> Choice:
+    asked, mode = config.trainer.gradient_checkpointing, config.precision.mode
+    if asked == "always":
+        return Choice(Way(mode, True), "as asked; less memory, about a third more time")
+    if asked == "never":
+        return Choice(Way(mode, False), "as asked")
+    if needs is None:
+        return Choice(Way(mode, False), "it is not known what a step needs")
+    return choosing.checkpointing(needs, device, mode=mode, compiled=compiled)
+
+
+def _fault_of_flash4(config: Config, device: torch.device) -> str:
+    if config.trainer.attention == "flash":
+        return "as asked"
+    if config.trainer.deterministic:
+        return "trainer.deterministic"
+    return attention.fault_of_flash4(device)
 
 
 def _captures(config: Config, device: torch.device) -> tuple[bool, str]:

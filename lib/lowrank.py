@@ -184,6 +184,11 @@ class Copies(Weights):
                 next(ups) if isinstance(m, AdaptedLinear) else None for m in group.members
             )
 
+    @property
+    def leaves(self) -> Sequence[torch.Tensor]:
+        """The copies that a step computes with."""
+        return self._leaves
+
     def clear(self) -> None:
         self._gradient.zero_()
 

@@ -52,7 +52,7 @@ def _ranks(pattern: dict[str, int]) -> bool:
 
 
 RULES: tuple[Rule, ...] = (
-    _choice("precision.mode", *PRECISIONS),
+    _choice("precision.mode", *PRECISIONS, "auto"),
     Rule("dataset.trigger", lambda v: v is None or _word(v), "words on one line, or null"),
     Rule("dataset.prefix", lambda v: v is None or v.strip() != "", "a text, or null"),
     Rule("dataset.background", lambda v: _COLOUR.fullmatch(v) is not None, "#rrggbb"),
@@ -98,6 +98,7 @@ RULES: tuple[Rule, ...] = (
     _number("trainer.max_grad_norm", 0, 1e6, "0 turns clipping off"),
     Rule("trainer.ema_decay", lambda v: 0 <= v < 1, "0 (no average) to below 1"),
     _number("trainer.save_every", 1, 100_000),
+    _choice("trainer.gradient_checkpointing", "auto", "always", "never"),
     _choice("trainer.compile", "auto", "always", "never"),
     _choice("trainer.cuda_graphs", "auto", "never"),
     _choice("trainer.attention", "auto", "flash"),

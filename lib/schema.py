@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+AUTO = "auto"  # of precision.mode: decided by the machine, once for each run
 TINY = "tiny"
 CAPTION_TEXTS = ("dataset.instance_prompt", "dataset.trigger", "dataset.prefix")
 
@@ -42,6 +43,7 @@ class FamilyConfig:
 @dataclass(frozen=True)
 class PrecisionConfig:
     mode: str = "fp32"
+    redecide: bool = False
 
 
 @dataclass(frozen=True)
@@ -138,11 +140,13 @@ class TrainerConfig:
     ema_decay: float = 0.99
     save_every: int = 100
     caption_dropout: float = 0.0
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: str = "auto"
     compile: str = "auto"
     cuda_graphs: str = "auto"
     attention: str = "auto"
     tf32: bool = False
+    cudnn_benchmark: bool = False
+    deterministic: bool = False
     extend: str | None = None
 
 
@@ -224,6 +228,12 @@ class Config:
 def to_plain(config: Any) -> dict[str, Any]:
     """Plain nested values, as written to a run's config.yaml."""
     return dataclasses.asdict(config)
+
+
+def with_mode(config: Config, mode: str) -> Config:
+    """The configuration as if this precision had been asked for."""
+    precision = dataclasses.replace(config.precision, mode=mode, redecide=False)
+    return dataclasses.replace(config, precision=precision)
 
 
 def settings_of(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

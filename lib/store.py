@@ -4,20 +4,27 @@ import json
 import os
 import re
 import stat
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from lib import files
 from lib.keys import canonical_json, digest
 from lib.tensors import Tensor, decode, encode
 
-RESERVED = frozenset({"claims", "leases", "manifests", "memory", "quarantine", "runs"})
+THREADS, WORTH_THREADS = 8, 64  # of so many entries or folders, and so many shared out at a time
+RESERVED = frozenset(
+    {"claims", "compiled", "decisions", "leases", "manifests", "memory", "quarantine", "runs"}
+)
 _OWN_METADATA = frozenset({"kind", "key", "inputs", "digest"})
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 _KEY = re.compile(r"[0-9a-f]{64}")
+
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -165,8 +172,11 @@ class Store:
             raise
         return target
 
-    def publish(self, manifest: Manifest) -> Manifest:
-        """Verify every entry named (raises Damaged), then write; returns it as read back."""
+    def publish(self, manifest: Manifest, *, opened: Collection[EntryRef] = ()) -> Manifest:
+        """Verify every entry named (raises Damaged), then write; returns it as read back.
+
+        Of those that the caller has `opened` since they were made the sizes alone are asked.
+        """
         path = self.manifest_path(manifest.stage, manifest.key)
         body = json.loads(json.dumps(_manifest_body(manifest), allow_nan=False))
         manifest = _manifest_of(body)
@@ -177,18 +187,20 @@ class Store:
             known = None
         if known == manifest and self.touch(manifest.stage, manifest.key):
             return manifest
-        for ref in sorted(set(manifest.refs())):
-            self.check(ref)
+        known = frozenset(opened)
+        _each(self.check, [r for r in sorted(set(manifest.refs())) if not self._still(r, known)])
         self._sync_names(manifest)
         files.write_json(path, {**body, "digest": digest(body)})
         return manifest
 
+    def _still(self, ref: EntryRef, known: frozenset[EntryRef]) -> bool:
+        return ref in known and self.size_bytes(ref.kind, ref.key) == ref.size_bytes
+
     def _sync_names(self, manifest: Manifest) -> None:
         """Another process may have made an entry, and not synced its folder yet."""
         shards = {self.entry_path(ref.kind, ref.key).parent for ref in manifest.refs()}
-        for folder in sorted({*shards, *(up for shard in shards for up in shard.parents[:2])}):
-            with files.storing(folder):
-                files.sync_folder(folder)
+        _each(_sync, sorted(shards))
+        _each(_sync, sorted({up for shard in shards for up in shard.parents[:2]}))
 
     def manifest(self, stage: str, key: str) -> Manifest | None:
         """The manifest of a stage's key; None when absent, raises Damaged when it is not whole."""
@@ -220,6 +232,22 @@ class Store:
         """The entries missing or of another size, by directory records alone; () is a hit."""
         refs = sorted(set(manifest.refs()))
         return tuple(ref for ref in refs if self.size_bytes(ref.kind, ref.key) != ref.size_bytes)
+
+
+def _each(do: Callable[[Item], None], items: Sequence[Item]) -> None:
+    """Do it for each, of many in threads; what the first of them raises is raised."""
+    if len(items) < WORTH_THREADS:
+        for item in items:
+            do(item)
+        return
+    with ThreadPoolExecutor(THREADS) as threads:
+        for start in range(0, len(items), WORTH_THREADS):
+            deque(threads.map(do, items[start : start + WORTH_THREADS]), maxlen=0)
+
+
+def _sync(folder: Path) -> None:
+    with files.storing(folder):
+        files.sync_folder(folder)
 
 
 def _check_key(key: str) -> None:

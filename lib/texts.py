@@ -14,6 +14,7 @@ INSTRUCTION = (
 PREFIX = f"<|im_start|>system\n{INSTRUCTION}<|im_end|>\n<|im_start|>user\n"
 SUFFIX = "<|im_end|>\n<|im_start|>assistant\n"
 PREFIX_TOKENS, SUFFIX_TOKENS = 34, 5
+MULTIPLE = 32  # of the length of texts that are padded
 
 
 def padded(texts: Sequence[shapes.AnyTensor]) -> tuple[shapes.AnyTensor, tuple[int, ...]]:
@@ -30,12 +31,22 @@ def mask_of(lengths: Sequence[int], *, longest: int) -> shapes.AnyTensor:
     return torch.arange(longest)[None] < torch.tensor(lengths)[:, None]
 
 
-def masked(
-    texts: Sequence[shapes.AnyTensor],
-) -> tuple[dict[str, shapes.AnyTensor], tuple[int, ...]]:
-    """`text_embeds` and lengths as `padded`; a `text_mask` only where something is padded."""
+def kept(states: shapes.AnyTensor, mask: shapes.AnyTensor) -> shapes.AnyTensor:
+    """The positions of one text that a mask on the CPU keeps, taken without waiting for a GPU."""
+    places = mask.nonzero().flatten()
+    return states.index_select(0, places.to(states.device, non_blocking=True))
+
+
+def masked(texts: Sequence[shapes.AnyTensor]) -> dict[str, shapes.AnyTensor]:
+    """`text_embeds` as `padded`; a `text_mask` only where something is padded.
+
+    Padded ones are of a few lengths, multiples of 32: each shape is compiled and recorded anew.
+    """
+    from torch.nn.functional import pad
+
     text, lengths = padded(texts)
-    tensors = {"text_embeds": text}
-    if min(lengths) < max(lengths):
-        tensors["text_mask"] = mask_of(lengths, longest=max(lengths))
-    return tensors, lengths
+    if min(lengths) == max(lengths):
+        return {"text_embeds": text}
+    longest = -(-max(lengths) // MULTIPLE) * MULTIPLE
+    beyond = [0, 0] * (text.ndim - 2) + [0, longest - text.shape[1]]
+    return {"text_embeds": pad(text, beyond), "text_mask": mask_of(lengths, longest=longest)}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from lib import files
+from lib import compiled, files
 from lib.errors import Problem, StateRefused
 from lib.leases import (
     DAY_SECONDS,
@@ -206,7 +206,8 @@ def gc(
 ) -> GcReport:
     """Remove what nothing reaches: no run's, no recent and no leased manifest, and no lease.
 
-    Entries younger than the grace stay; a damaged record is a StateRefused, nothing removed.
+    Entries younger than the grace stay; a damaged record is a StateRefused, nothing removed. What
+    was compiled goes when no run has used it for so long.
     """
     reach = _Reach(store, now=now, since=now - keep_days * DAY_SECONDS)
     held, entries, litter = reach.held(), list(entries_of(store)), _litter(store, now=now)
@@ -215,18 +216,23 @@ def gc(
     if unheld and not dry_run:
         time.sleep(grace_seconds)
         unheld = _remove_unheld(store, unheld, reach=reach)
-    for path in () if dry_run else litter:
+    since = now - keep_days * DAY_SECONDS
+    builds = [build for build in compiled.builds_of(store.root) if build.time < since]
+    for path in () if dry_run else (*litter, *(build.path for build in builds)):
         files.remove(path)
     return GcReport(
-        removed=(*(item.path for item in unheld), *litter),
-        freed_bytes=sum(item.size_bytes for item in unheld),
+        removed=(*(item.path for item in unheld), *litter, *(build.path for build in builds)),
+        freed_bytes=sum(one.size_bytes for one in (*unheld, *builds)),
         kept=len({item.path for item in entries} - {item.path for item in unheld}),
     )
 
 
 def stats(store: Store) -> StoreStats:
-    """Count and size what is stored."""
+    """Count and size what is stored; of what was compiled, the files."""
     counts, sizes = Counter[str](), Counter[str]()
+    for build in compiled.builds_of(store.root):
+        counts[compiled.FOLDER] += build.count
+        sizes[compiled.FOLDER] += build.size_bytes
     for item in entries_of(store):
         counts[item.kind] += 1
         sizes[item.kind] += item.size_bytes

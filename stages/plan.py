@@ -1,19 +1,32 @@
-"""What would run, what is a hit and why not: stages, steps, buckets, bytes. Makes nothing."""
+"""What would run, what is a hit and why not: stages, steps, buckets, bytes, memory. Makes nothing.
+
+With `modes=true` also which precisions this machine can compute, and what `precision=auto` would
+take: the one case in which a plan imports torch.
+"""
+
+import sys
 
 from lib.schema import Config
 from stages import main
 from stages.summary import Summary
 
+MODES = "modes=true"
+
 
 def show_plan(config: Config, _summary: Summary) -> int:
     """Print the plan of everything up to `sample`."""
     from lib.pipeline import graph
-    from lib.pipeline.planning import plan_lines
+    from lib.pipeline.planning import memory_lines, mode_lines, plan_lines
 
-    plans = graph.plan("sample", config)
-    print("\n".join(plan_lines(plans, graph.open_inputs(config).store)))
+    plans, opened = graph.plan("sample", config), graph.open_inputs(config)
+    inputs = opened.inputs({one.stage: one.manifest for one in plans if one.manifest})
+    (steps,) = (planned.total for planned in plans if planned.stage == "train")
+    print("\n".join(plan_lines(plans, opened.store)))
+    print("\n".join(memory_lines(config, inputs, opened.store, total_steps=steps)))
+    if MODES in sys.argv[1:]:
+        print("\n".join(mode_lines(config, inputs, opened.store, total_steps=steps)))
     return 0
 
 
 if __name__ == "__main__":
-    main(show_plan)
+    main(show_plan, arguments=[word for word in sys.argv[1:] if word != MODES])

@@ -13,6 +13,7 @@ from lib import autoencoders, naming, packing, shapes, tiny
 from lib import guidance as guidance_rules
 from lib.components import load_encoder, load_model
 from lib.family import Conditioning, Facts, Frame, Record, Schedule
+from lib.footprint import Costs
 from lib.noise import Flow
 from lib.schedules import flow_schedule
 from lib.timesteps import mu_of_tokens
@@ -50,6 +51,13 @@ FACTS = Facts(
     max_text_tokens=512,
     draws_mode=False,
     noise=Flow,
+    auto_modes=("bf16", "fp8", "int8", "nf4"),
+    costs=Costs(
+        lists=("transformer_blocks", "single_transformer_blocks"),
+        layers=("num_layers", "num_single_layers"),
+        kept=(16.6, 15.0),
+        weights=(11_901_408_320, 8_606_711_808),
+    ),
     reference="black-forest-labs/FLUX.1-dev",
     diffusers="0.30",
     shared_inputs=(
@@ -174,7 +182,7 @@ def encode_captions(
             truncation=True,
             return_tensors="pt",
         )
-        return padded.input_ids.to(encoders.clip.device)
+        return padded.input_ids.to(encoders.clip.device, non_blocking=True)
 
     with torch.no_grad():
         clip_ids = ids(encoders.clip_tokenizer, encoders.clip_tokenizer.model_max_length)
@@ -182,7 +190,7 @@ def encode_captions(
         states = encoders.t5(ids(encoders.t5_tokenizer, max_length), output_hidden_states=False)[0]
     return [
         {"text_embeds": text, "pooled_embeds": vector}
-        for text, vector in zip(states.cpu(), pooled.cpu(), strict=True)
+        for text, vector in zip(states, pooled, strict=True)
     ]
 
 

@@ -13,6 +13,7 @@ from lib import autoencoders, naming, packing, shapes, tiny
 from lib import guidance as guidance_rules
 from lib.components import load_encoder, load_model
 from lib.family import Conditioning, Facts, Frame, Record, Schedule
+from lib.footprint import Costs
 from lib.noise import Flow
 from lib.schedules import flow_schedule
 
@@ -50,6 +51,12 @@ FACTS = Facts(
     max_text_tokens=512,
     draws_mode=True,
     noise=Flow,
+    costs=Costs(
+        lists=("transformer_blocks", "single_transformer_blocks"),
+        layers=("num_layers", "num_single_layers"),
+        kept=(17.0, 15.0),
+        weights=(3_875_544_576, 3_680_501_760),
+    ),
     reference="black-forest-labs/FLUX.2-klein-base-4B",
     diffusers="0.37",
     shared_inputs=(("to_q", "to_k", "to_v"), ("add_q_proj", "add_k_proj", "add_v_proj")),
@@ -152,14 +159,15 @@ def encode_captions(
         max_length=max_length,
     ).to(encoders.encoder.device)
     with torch.no_grad():
-        states = encoders.encoder(
+        # The model beneath the language head: nothing here asks for logits over the vocabulary.
+        states = encoders.encoder.model(
             input_ids=inputs.input_ids,
             attention_mask=inputs.attention_mask,
             output_hidden_states=True,
             use_cache=False,
         ).hidden_states
     taken = torch.stack([states[layer] for layer in TEXT_LAYERS])
-    side_by_side = rearrange(taken, "k b l d -> b l (k d)").cpu()
+    side_by_side = rearrange(taken, "k b l d -> b l (k d)")
     return [{"text_embeds": text.clone()} for text in side_by_side]
 
 

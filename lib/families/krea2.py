@@ -13,6 +13,7 @@ from lib import autoencoders, guidance, naming, packing, schedules, shapes, text
 from lib.components import load_encoder, load_model
 from lib.errors import InputRefused, Problem
 from lib.family import Conditioning, Facts, Frame, Record, Schedule
+from lib.footprint import Costs
 from lib.noise import Flow
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ FACTS = Facts(
     min_text_tokens=SUFFIX_TOKENS + 1,
     draws_mode=False,
     noise=Flow,
+    costs=Costs(kept=(30.0, 24.3), weights=(12_820_073_036, 12_155_092_992)),
     reference="krea/Krea-2-Raw",
     diffusers="0.39.0",
     shared_inputs=(("to_q", "to_k", "to_v", "to_gate"), ("gate", "up")),
@@ -191,16 +193,16 @@ def encode_captions(
     device = encoders.model.device
     with torch.no_grad():
         states = encoders.model(
-            input_ids=ids.to(device),
-            attention_mask=valid.to(device),
-            position_ids=positions.expand(3, -1, -1).to(device),
+            input_ids=ids.to(device, non_blocking=True),
+            attention_mask=valid.to(device, non_blocking=True),
+            position_ids=positions.expand(3, -1, -1).to(device, non_blocking=True),
             output_hidden_states=True,
             use_cache=False,
         ).hidden_states
-    tapped = torch.stack([states[tap] for tap in encoders.taps], dim=2)[:, PREFIX_TOKENS:].cpu()
+    tapped = torch.stack([states[tap] for tap in encoders.taps], dim=2)[:, PREFIX_TOKENS:]
     return [
-        {"text_embeds": text[kept]}
-        for text, kept in zip(tapped, valid[:, PREFIX_TOKENS:], strict=True)
+        {"text_embeds": texts.kept(text, its)}
+        for text, its in zip(tapped, valid[:, PREFIX_TOKENS:], strict=True)
     ]
 
 
@@ -261,8 +263,8 @@ def load_denoiser(base: Base, *, dtype: torch.dtype, device: Any) -> Any:
 
 
 def conditioning(records: Sequence[Record], frames: Sequence[Frame]) -> Conditioning:
-    """Texts padded to the longest; a mask only where something is padded."""
-    return Conditioning(*texts.masked([record["text_embeds"] for record in records]))
+    """Texts as long as the longest or a little longer; a mask where something is padded."""
+    return Conditioning(texts.masked([record["text_embeds"] for record in records]))
 
 
 def predict(

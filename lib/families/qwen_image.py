@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from lib import autoencoders, guidance, naming, packing, schedules, shapes, texts, timesteps, tiny
 from lib.components import load_encoder, load_model
 from lib.family import Conditioning, Facts, Frame, Record, Schedule
+from lib.footprint import Costs
 from lib.noise import Flow
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ FACTS = Facts(
     max_text_tokens=MOST_TOKENS,
     draws_mode=False,
     noise=Flow,
+    costs=Costs(kept=(17.0, 13.1), weights=(20_430_401_088, 13_589_544_960)),
     reference="Qwen/Qwen-Image",
     diffusers="0.35.0",
     shared_inputs=(("to_q", "to_k", "to_v"), ("add_q_proj", "add_k_proj", "add_v_proj")),
@@ -144,14 +146,15 @@ def encode_captions(
         padding=True,
         truncation=True,
         return_tensors="pt",
-    ).to(encoders.model.device)
+    )
+    device = encoders.model.device
+    inputs = {name: tensor.to(device, non_blocking=True) for name, tensor in tokens.items()}
     with torch.no_grad():
         # The model beneath the language head: logits over the vocabulary would fill the memory.
-        states = encoders.model.model(**tokens, use_cache=False).last_hidden_state
-    kept = tokens["attention_mask"].bool()
+        states = encoders.model.model(**inputs, use_cache=False).last_hidden_state
     return [
-        {"text_embeds": text[valid][TEMPLATE_TOKENS:][:max_length].cpu().clone()}
-        for text, valid in zip(states, kept, strict=True)
+        {"text_embeds": texts.kept(text, valid)[TEMPLATE_TOKENS:][:max_length].clone()}
+        for text, valid in zip(states, tokens["attention_mask"], strict=True)
     ]
 
 
@@ -183,13 +186,22 @@ def distillation(base: Base) -> str | None:
 
 def load_denoiser(base: Base, *, dtype: torch.dtype, device: Any) -> Any:
     from diffusers import QwenImageTransformer2DModel
+    from diffusers.models.transformers import transformer_qwenimage
 
+    # diffusers' own makes a tensor of a number for each padded batch: a copy that no CUDA graph
+    # can record, for lengths that nothing reads.
+    transformer_qwenimage.compute_text_seq_len_from_mask = _text_length
     return load_model(QwenImageTransformer2DModel, base, "transformer", dtype=dtype, device=device)
 
 
+def _text_length(states: Any, mask: Any) -> tuple[int, None, Any]:
+    """The length that positions are made for, and the mask as truth values."""
+    return states.shape[1], None, None if mask is None else mask.bool()
+
+
 def conditioning(records: Sequence[Record], frames: Sequence[Frame]) -> Conditioning:
-    """Texts padded to the longest; a mask only where something is padded, as in the pipeline."""
-    return Conditioning(*texts.masked([record["text_embeds"] for record in records]))
+    """Texts as long as the longest or a little longer; a mask where something is padded."""
+    return Conditioning(texts.masked([record["text_embeds"] for record in records]))
 
 
 def predict(

@@ -16,6 +16,7 @@ from lib import guidance as guidance_rules
 from lib.components import load_encoder, load_model
 from lib.errors import InputRefused, Problem
 from lib.family import Conditioning, Facts, Frame, Record, Schedule
+from lib.footprint import Costs
 from lib.noise import DDPM
 
 if TYPE_CHECKING:
@@ -53,6 +54,14 @@ FACTS = Facts(
     max_text_tokens=77,
     draws_mode=False,
     noise=DDPM,
+    costs=Costs(
+        layers=(),
+        width=("block_out_channels",),
+        checkpointed=60.0,
+        token_side=8,
+        kept=(400.0, 245.0),
+        weights=(2_567_463_684, 2_183_987_200),
+    ),
     reference="stabilityai/stable-diffusion-xl-base-1.0",
     diffusers="0.18",
     shared_inputs=(("attn1.to_q", "attn1.to_k", "attn1.to_v"), ("attn2.to_k", "attn2.to_v")),
@@ -205,13 +214,14 @@ def encode_captions(
             truncation=True,
             return_tensors="pt",
         )
-        return encoder(padded.input_ids.to(encoder.device), output_hidden_states=True)
+        ids = padded.input_ids.to(encoder.device, non_blocking=True)
+        return encoder(ids, output_hidden_states=True)
 
     with torch.no_grad():
         first = encoded(encoders.first, encoders.first_tokenizer)
         second = encoded(encoders.second, encoders.second_tokenizer)
         states = [output.hidden_states[TEXT_LAYER] for output in (first, second)]
-        embeds, pooled = torch.concat(states, dim=-1).cpu(), second.text_embeds.cpu()
+        embeds, pooled = torch.concat(states, dim=-1), second.text_embeds
     return [
         {"text_embeds": text.clone(), "pooled_embeds": vector.clone()}
         for text, vector in zip(embeds, pooled, strict=True)

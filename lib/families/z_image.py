@@ -14,6 +14,7 @@ from lib import guidance as guidance_rules
 from lib.components import load_encoder, load_model
 from lib.errors import InputRefused, Problem
 from lib.family import Conditioning, Facts, Frame, Record, Schedule
+from lib.footprint import Costs
 from lib.noise import Flow
 from lib.schedules import flow_schedule
 from lib.timesteps import mu_of_tokens
@@ -50,6 +51,13 @@ FACTS = Facts(
     max_text_tokens=512,
     draws_mode=True,
     noise=Flow,
+    costs=Costs(
+        lists=("layers", "noise_refiner", "context_refiner"),
+        layers=("n_layers", "n_refiner_layers"),
+        width=("dim",),
+        kept=(31.1, 15.6),
+        weights=(6_154_908_736, 6_016_204_800),
+    ),
     reference="Tongyi-MAI/Z-Image",
     diffusers="0.36",
     shared_inputs=(("to_q", "to_k", "to_v"), ("w1", "w3")),
@@ -157,12 +165,12 @@ def encode_captions(
     mask = inputs.attention_mask.bool()
     with torch.no_grad():
         states = encoders.encoder(
-            input_ids=inputs.input_ids.to(encoders.encoder.device),
-            attention_mask=mask.to(encoders.encoder.device),
+            input_ids=inputs.input_ids.to(encoders.encoder.device, non_blocking=True),
+            attention_mask=mask.to(encoders.encoder.device, non_blocking=True),
             output_hidden_states=True,
         ).hidden_states[TEXT_LAYER]
     return [
-        {"text_embeds": text[valid].clone()} for text, valid in zip(states.cpu(), mask, strict=True)
+        {"text_embeds": texts.kept(text, valid)} for text, valid in zip(states, mask, strict=True)
     ]
 
 

@@ -23,7 +23,7 @@ from lib.pipeline.contract import (
 )
 from lib.recipes import cache_key, latent_key
 from lib.schema import Config
-from lib.store import Manifest, Store
+from lib.store import EntryRef, Manifest, Store
 
 STAGE, KIND = "build_latent_cache", "latents"
 TRAIN, HELD_OUT = "train", "held_out"
@@ -85,22 +85,24 @@ def _build(
     events.phase(STAGE, "start", total=planned.total, missing=planned.missing)
     keys = _keys(config, inputs, _works(inputs))
     todo = {w: k for w, k in keys.items() if not store.size_bytes(KIND, k.digest)}
+    opened: frozenset[EntryRef] | None = None
     if todo:
         check_disk(planned, store, remedy=REMEDY)
-        _encode(todo, config, inputs, store, events)
+        opened = _encode(todo, config, inputs, store, events)
         release()  # now that no name holds the model
     # Not known before: a family may keep them beside the weights.
     constants = {"constants": inputs.family.latent_constants(inputs.base)}
     known = planned.known()
     known = replace(known, payload={**known.payload, **constants})
-    return publish(store, known, events, made=len(todo))
+    return publish(store, known, events, made=len(todo), opened=opened)
 
 
 def _encode(
     todo: Mapping[Work, Key], config: Config, inputs: Inputs, store: Store, events: Events
-) -> None:
+) -> frozenset[EntryRef]:
     from lib.device import pick_device
-    from lib.encoding import Picture, paths_of, picture_order, picture_records, put_all
+    from lib.encoding import Picture, paths_of, picture_order, picture_records
+    from lib.keeping import PIXELS_TOGETHER, Pace, put_all
     from lib.records import DTYPES
 
     prepared = inputs.upstream["prepare_dataset"].payload
@@ -109,14 +111,22 @@ def _encode(
     pictures = {
         Picture(w.image_key, w.geometry, paths[w.image_key]): key for w, key in todo.items()
     }
-    dtype = DTYPES[config.latents.dtype]
-    autoencoder = inputs.family.load_autoencoder(inputs.base, dtype=dtype, device=pick_device())
+    dtype, device = DTYPES[config.latents.dtype], pick_device()
+    autoencoder = inputs.family.load_autoencoder(inputs.base, dtype=dtype, device=device)
+    fitting = PIXELS_TOGETHER // config.buckets.resolution**2
+    pace = Pace.of(device, asked=config.encode.batch_size, fitting=fitting)
 
     def encode(some: Iterable[Picture]) -> Iterator[tuple[Picture, Any]]:
-        batch_size = config.encode.batch_size
-        return picture_records(inputs.family, autoencoder, some, batch_size=batch_size)
+        return picture_records(
+            inputs.family,
+            autoencoder,
+            some,
+            batch_size=pace.batch_size,
+            device=device,
+            late=pace.late,
+        )
 
-    put_all(
+    return put_all(
         picture_order(pictures),
         encode,
         keys=pictures,
@@ -124,6 +134,7 @@ def _encode(
         store=store,
         subject_of=lambda picture: str(picture.path),
         events=events,
+        writers=pace.writers,
     )
 
 

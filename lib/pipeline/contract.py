@@ -1,7 +1,8 @@
 """What stages hand to each other: their inputs, and the plan with which every `run` begins."""
 
+import math
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,14 @@ from lib.family import Family
 from lib.files import make_folder
 from lib.hub import Base
 from lib.keys import digest, file_digest
-from lib.schema import Config, value_of
+from lib.schema import TINY, Config, value_of
 from lib.store import Damaged, EntryRef, Manifest, Store
 from lib.verify import EntriesDamaged, verify_entries
 
 BASE = ("family.name", "family.base", "family.revision")
 
 NUM_PROMPTS = 4
+ITEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 OVERHEAD_BYTES = 4096  # of an entry: its header, and the last block, which it does not fill
 
 
@@ -67,6 +69,22 @@ def prompts_of(config: Config, prepared: Mapping[str, Any]) -> list[str]:
     captions = list(dict.fromkeys(held_out)) or prepared["captions"]
     count = min(NUM_PROMPTS, len(captions))
     return [captions[place * len(captions) // count] for place in range(count)]
+
+
+def record_bytes(config: Config, inputs: Inputs) -> int:
+    """Tensor bytes of a caption's longest record."""
+    components = inputs.family.FACTS.text_components
+    configs = {name: inputs.base.component(name).config for name in components}
+    configs["pipeline"] = inputs.base.settings
+    shapes = inputs.family.caption_shapes(configs, max_length=config.captions.max_length)
+    return sum(math.prod(shape) for shape in shapes.values()) * ITEM_BYTES[captions_dtype(config)]
+
+
+def captions_dtype(config: Config) -> str:
+    """`captions.dtype` as resolved: bf16, and fp32 for the tiny base."""
+    if config.captions.dtype != "auto":
+        return config.captions.dtype
+    return "fp32" if config.family.base == TINY else "bf16"
 
 
 def grid_entries(config: Config, upstream: Mapping[str, Manifest]) -> dict[str, Any]:
@@ -159,10 +177,18 @@ def check_disk(planned: StagePlan, store: Store, *, remedy: str) -> None:
         raise InputRefused(Problem(f"paths.store={store.root}", why, remedy=remedy))
 
 
-def publish(store: Store, planned: Manifest, events: Events, *, made: int) -> Manifest:
+def publish(
+    store: Store,
+    planned: Manifest,
+    events: Events,
+    *,
+    made: int,
+    opened: Collection[EntryRef] | None = None,
+) -> Manifest:
     """Publish a cache stage's manifest with the sizes its entries have now.
 
-    An entry found here from before and damaged is an EntriesDamaged, as for train.
+    Those not `opened` since they were made are read; an entry found here from before and damaged
+    is an EntriesDamaged, as for train.
     """
     entries = {
         role: tuple(replace(r, size_bytes=store.size_bytes(r.kind, r.key) or 0) for r in refs)
@@ -170,7 +196,7 @@ def publish(store: Store, planned: Manifest, events: Events, *, made: int) -> Ma
     }
     manifest = replace(planned, entries=entries)
     try:
-        published = store.publish(manifest)
+        published = store.publish(manifest, opened=opened or ())
     except Damaged as damage:
         verify_entries(store, [manifest], events)  # names all of them
         raise EntriesDamaged([damage]) from damage

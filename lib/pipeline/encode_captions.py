@@ -1,6 +1,5 @@
 """Stage `encode_captions`: each unique text, encoded once, into the store."""
 
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -11,6 +10,7 @@ from lib.pipeline.contract import (
     BASE,
     Inputs,
     StagePlan,
+    captions_dtype,
     check_disk,
     chosen,
     hit,
@@ -18,20 +18,20 @@ from lib.pipeline.contract import (
     planned_refs,
     prompts_of,
     publish,
+    record_bytes,
 )
 from lib.recipes import cache_key, caption_key
-from lib.schema import TINY, Config
-from lib.store import Manifest, Store
+from lib.schema import Config
+from lib.store import EntryRef, Manifest, Store
 
 STAGE, KIND = "encode_captions", "captions"
 TRAIN, HELD_OUT, UNCONDITIONAL, SAMPLE = "train", "held_out", "unconditional", "sample"
-ITEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
 def plan(config: Config, inputs: Inputs, store: Store) -> StagePlan:
     """Which texts have no entry yet; `None` stands for the family's unconditional record."""
     settings = _settings(config)
-    num_bytes = _record_bytes(config, inputs)
+    num_bytes = record_bytes(config, inputs)
     if not inputs.base.built:
         count = len(_texts(config, inputs)) + 1
         return StagePlan(STAGE, None, False, count, count, count * num_bytes, settings)
@@ -68,7 +68,8 @@ def key_settings(config: Config) -> dict[str, Any]:
 
 
 def _settings(config: Config) -> dict[str, Any]:
-    return {"captions.max_length": config.captions.max_length, "captions.dtype": _dtype(config)}
+    length, dtype = config.captions.max_length, captions_dtype(config)
+    return {"captions.max_length": length, "captions.dtype": dtype}
 
 
 def _build(
@@ -78,24 +79,28 @@ def _build(
 
     events.phase(STAGE, "start", total=planned.total, missing=planned.missing)
     todo = {t: k for t, k in _keys(config, inputs).items() if not store.size_bytes(KIND, k.digest)}
+    opened: frozenset[EntryRef] | None = None
     if todo:
         check_disk(planned, store, remedy="a smaller captions.max_length")
-        _encode(todo, config, inputs, store, events)
+        opened = _encode(todo, config, inputs, store, events)
         release()  # now that no name holds the model
-    return publish(store, planned.known(), events, made=len(todo))
+    return publish(store, planned.known(), events, made=len(todo), opened=opened)
 
 
 def _encode(
     todo: Mapping[str | None, Key], config: Config, inputs: Inputs, store: Store, events: Events
-) -> None:
+) -> frozenset[EntryRef]:
     from lib.device import pick_device
-    from lib.encoding import caption_order, caption_records, put_all
+    from lib.encoding import caption_order, caption_records
+    from lib.keeping import TOKENS_TOGETHER, Pace, put_all
     from lib.quiet import without_library_bars
     from lib.records import DTYPES
 
-    dtype = DTYPES[_dtype(config)]
+    dtype, device = DTYPES[captions_dtype(config)], pick_device()
     with without_library_bars():
-        encoders = inputs.family.load_text_encoders(inputs.base, dtype=dtype, device=pick_device())
+        encoders = inputs.family.load_text_encoders(inputs.base, dtype=dtype, device=device)
+    fitting = TOKENS_TOGETHER // config.captions.max_length
+    pace = Pace.of(device, asked=config.encode.batch_size, fitting=fitting)
     subjects = {None: "the unconditional record", **_subjects(inputs)}
 
     def encode(texts: Iterable[str | None]) -> Iterator[tuple[str | None, Any]]:
@@ -104,10 +109,11 @@ def _encode(
             encoders,
             texts,
             max_length=config.captions.max_length,
-            batch_size=config.encode.batch_size,
+            batch_size=pace.batch_size,
+            late=pace.late,
         )
 
-    put_all(
+    return put_all(
         caption_order(inputs.family, todo),
         encode,
         keys=todo,
@@ -115,6 +121,7 @@ def _encode(
         store=store,
         subject_of=lambda text: subjects.get(text, "a prompt of sample.prompts"),
         events=events,
+        writers=pace.writers,
     )
 
 
@@ -143,13 +150,6 @@ def _texts(config: Config, inputs: Inputs) -> list[str]:
     return list(dict.fromkeys([*captions, *_prompts(config, inputs)]))
 
 
-def _dtype(config: Config) -> str:
-    """`captions.dtype` as resolved: bf16, and fp32 for the tiny base."""
-    if config.captions.dtype != "auto":
-        return config.captions.dtype
-    return "fp32" if config.family.base == TINY else "bf16"
-
-
 def _keys(config: Config, inputs: Inputs) -> dict[str | None, Key]:
     """The key of each text, and of the unconditional record under None."""
     facts = inputs.family.FACTS
@@ -161,16 +161,7 @@ def _keys(config: Config, inputs: Inputs) -> dict[str | None, Key]:
             rule=facts.caption_rule,
             settings={name: inputs.base.settings.get(name) for name in facts.caption_settings},
             max_length=config.captions.max_length,
-            dtype=_dtype(config),
+            dtype=captions_dtype(config),
         )
         for text in (*_texts(config, inputs), None)
     }
-
-
-def _record_bytes(config: Config, inputs: Inputs) -> int:
-    """Tensor bytes of one record."""
-    components = inputs.family.FACTS.text_components
-    configs = {name: inputs.base.component(name).config for name in components}
-    configs["pipeline"] = inputs.base.settings
-    shapes = inputs.family.caption_shapes(configs, max_length=config.captions.max_length)
-    return sum(math.prod(shape) for shape in shapes.values()) * ITEM_BYTES[_dtype(config)]

@@ -9,13 +9,19 @@ from lib.errors import InputRefused, Problem, StateRefused
 from lib.events import Events
 from lib.family import Facts, Family, process_of
 from lib.files import user_path
-from lib.fitting import base_problems, diffusers_problem, distillation_problem
+from lib.fitting import (
+    base_problems,
+    diffusers_problem,
+    distillation_problem,
+    precision_problem,
+)
 from lib.hub import Base, UnbuiltTiny, on_hub, open_base
 from lib.leases import lease
 from lib.memory import Memory
 from lib.naming import is_named
 from lib.pipeline import (
     build_latent_cache,
+    deciding,
     encode_captions,
     export,
     prepare_dataset,
@@ -95,6 +101,8 @@ def _base_problems(config: Config, family: Family) -> Iterator[Problem]:
     yield from found
     if found:
         return
+    if wrong := precision_problem(base, family=family, mode=config.precision.mode):
+        yield wrong
     distilled = distillation_problem(base, family=family)
     if distilled and not config.family.allow_distilled:
         yield distilled
@@ -243,6 +251,8 @@ def _ensure(target: str, config: Config, opened: Opened, events: Events) -> Mani
         inputs = opened.inputs({need: made[need] for need in needs})
         if config.upstream == "require" and stage != target:
             _require(module.plan(config, inputs, opened.store))
+        if stage == train.STAGE:
+            config = deciding.decided(config, inputs, opened.store, events)
         made[stage] = module.run(config, inputs, opened.store, events)
     return made[target]
 
@@ -255,6 +265,8 @@ def plan(target: str, config: Config) -> list[StagePlan]:
         module, needs = STAGES[stage]
         known = {need: m for need in needs if (m := plans[need].manifest)}
         inputs = opened.inputs(known)
+        if stage == train.STAGE:
+            config = deciding.known(config, inputs, opened.store)
         plans[stage] = module.plan(config, inputs, opened.store)
     return list(plans.values())
 

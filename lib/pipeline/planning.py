@@ -4,9 +4,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from lib.buckets import Bucket, slot_weights, steps_per_epoch
-from lib.pipeline.contract import StagePlan
+from lib.few_bits import MODES
+from lib.footprint import Way, compiles, in_gib
+from lib.pipeline.budget import needs_of, work_of
+from lib.pipeline.contract import Inputs, StagePlan
+from lib.schema import AUTO, Config
 from lib.store import Store
 
+UNDECIDED = "precision=auto is decided when it trains (see modes=true)"
 UNITS = {
     "prepare_dataset": "pictures",
     "encode_captions": "captions",
@@ -26,6 +31,52 @@ def plan_lines(plans: Sequence[StagePlan], store: Store) -> Iterator[str]:
             yield from _bucket_lines(planned.manifest.payload, batch_size=batch_size)
     total = sum(planned.missing_bytes for planned in plans)
     yield f"{'to write':<20} {total} tensor bytes ({total / 2**20:.1f} MiB)"
+
+
+def memory_lines(
+    config: Config, inputs: Inputs, store: Store, *, total_steps: int
+) -> Iterator[str]:
+    """The peak of a step on a GPU in each precision, the run's own marked."""
+    if not _is_measurable(inputs):
+        return
+    compiled = compiles(config.trainer.compile, total_steps=total_steps)
+    work, needed = (
+        work_of(config, inputs, store),
+        needs_of(config, inputs, store)(compiled=compiled),
+    )
+    size = f"{work.height}x{work.width}, {work.batch} at once, {work.text_tokens} text tokens"
+    how = "compiled" if compiled else "not compiled"
+    yield f"{'GPU memory':<20} of a step at {size}, {how}; and with gradient checkpointing"
+    for mode in dict.fromkeys(way.mode for way in needed):
+        plain, again = (in_gib(needed[Way(mode, c)].peak) for c in (False, True))
+        own = "   this run" if mode == config.precision.mode else ""
+        yield f"  {mode:<18} {plain:>10} {again:>10}{own}"
+
+
+def mode_lines(config: Config, inputs: Inputs, store: Store, *, total_steps: int) -> Iterator[str]:
+    """Which precisions this machine can compute, why not the others, and what `auto` would take."""
+    from lib import choosing, levers
+    from lib.device import name_of, pick_device
+
+    device = pick_device()
+    yield f"{'this machine':<20} {name_of(device)}"
+    for mode in ("fp32", "bf16", *MODES):
+        yield f"  {mode:<18} {choosing.fault_of(mode, device) or 'can be computed'}"
+    if not _is_measurable(inputs):
+        return
+    compiled, _ = levers.compiles(config.trainer.compile, device, total_steps)
+    chosen = choosing.choose(
+        needs_of(config, inputs, store),
+        device,
+        allowed=inputs.family.FACTS.auto_modes,
+        compiled=compiled,
+    )
+    yield f"  {'auto':<18} {'nothing' if chosen.refused else chosen.way}: {chosen.reason}"
+
+
+def _is_measurable(inputs: Inputs) -> bool:
+    """Whether the base is there and it is known what is trained on it."""
+    return inputs.base.built and "prepare_dataset" in inputs.upstream
 
 
 def reason(planned: StagePlan, store: Store) -> str:
@@ -49,6 +100,8 @@ def _verdict(planned: StagePlan, store: Store) -> str:
     unit = UNITS[planned.stage]
     if planned.hit:
         return f"hit   {planned.total} {unit}"
+    if planned.settings.get("precision.mode") == AUTO:
+        return f"miss  {planned.missing} of {planned.total} {unit} missing: {UNDECIDED}"
     if planned.manifest is None:
         return f"miss  {planned.missing} of {planned.total} {unit} missing: not built yet upstream"
     why = reason(planned, store)

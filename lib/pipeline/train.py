@@ -12,14 +12,15 @@ from lib import runs, stopping
 from lib.buckets import PLAN_VERSION, steps_per_epoch
 from lib.errors import InputRefused, Problem, Stopped
 from lib.events import Events
-from lib.extending import SETTING, check, extended, setting_problems
+from lib.extending import SETTING, check, extended, in_its_precision, setting_problems
 from lib.family import process_of
 from lib.files import user_path
 from lib.keys import Key, digest
 from lib.leases import lease
+from lib.pipeline.budget import needs_of
 from lib.pipeline.contract import BASE, Inputs, StagePlan, chosen, entry_keys, grid_entries
 from lib.recipes import train_key
-from lib.schema import Config
+from lib.schema import AUTO, Config
 from lib.store import Manifest, Store
 from lib.team import Team, gathered, this_process
 from lib.tracking import following, send_pending
@@ -35,9 +36,9 @@ HELD_OUT = {"held out": "held_out_loss", "held out, EMA": "held_out_loss_ema"}
 
 def plan(config: Config, inputs: Inputs, store: Store) -> StagePlan:
     """Whether this very run is complete, and how many steps are left."""
-    steps = _total_steps(config, inputs)
+    steps = total_steps(config, inputs)
     settings = {"total_steps": steps, **_settings(config)}
-    if not {"encode_captions", "build_latent_cache"} <= inputs.upstream.keys():
+    if not identified(inputs) or config.precision.mode == AUTO:
         return StagePlan(STAGE, None, False, steps, steps, 0, settings)
     goes_on = extended(config)
     key = _key(config, inputs, steps, extends=goes_on.digest if goes_on else None)
@@ -52,7 +53,7 @@ def plan(config: Config, inputs: Inputs, store: Store) -> StagePlan:
 
 def problems(config: Config) -> Iterator[Problem]:
     """What is wrong with the run that is to be extended."""
-    yield from setting_problems(config, _settings(config))
+    yield from setting_problems(config, _settings(in_its_precision(config)))
 
 
 def run(config: Config, inputs: Inputs, store: Store, events: Events) -> Manifest:
@@ -165,22 +166,25 @@ def _train_run(
     events: Events,
 ) -> Finished:
     """What every process of the run does."""
+    from lib import compiling
     from lib.drawing import GridRequest
     from lib.training.session import train_run
 
-    return train_run(
-        claim,
-        config,
-        inputs.family,
-        inputs.base,
-        upstream=inputs.upstream,
-        store=store,
-        events=events,
-        total_steps=planned.total,
-        request=GridRequest(**grid_entries(config, inputs.upstream)),
-        extends=extended(config),
-        team=this_process(),
-    )
+    with compiling.kept(store.root):
+        return train_run(
+            claim,
+            config,
+            inputs.family,
+            inputs.base,
+            upstream=inputs.upstream,
+            store=store,
+            events=events,
+            total_steps=planned.total,
+            request=GridRequest(**grid_entries(config, inputs.upstream)),
+            extends=extended(config),
+            team=this_process(),
+            needs=needs_of(config, inputs, store),
+        )
 
 
 def _show_data(claim: runs.Claim, config: Config, inputs: Inputs) -> None:
@@ -208,7 +212,12 @@ def _show_losses(claim: runs.Claim) -> None:
     pictures.save(plot, claim.folder / "loss.png")
 
 
-def _total_steps(config: Config, inputs: Inputs) -> int:
+def identified(inputs: Inputs) -> bool:
+    """Whether all that the key is made of is known."""
+    return {"encode_captions", "build_latent_cache"} <= inputs.upstream.keys()
+
+
+def total_steps(config: Config, inputs: Inputs) -> int:
     """Optimizer steps; epochs count the real batch plan."""
     if config.trainer.max_steps is not None:
         return config.trainer.max_steps
@@ -239,6 +248,11 @@ def _settings(config: Config) -> dict[str, Any]:
         "seed": config.seed,
         "precision.mode": config.precision.mode,
     }
+
+
+def request_of(config: Config, inputs: Inputs) -> str:
+    """The key with `precision=auto` left in, for which that is decided once."""
+    return _key(config, inputs, total_steps(config, inputs), extends=None).digest
 
 
 def _key(config: Config, inputs: Inputs, steps: int, *, extends: str | None) -> Key:

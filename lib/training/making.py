@@ -9,12 +9,15 @@ import torch
 
 from lib import adapter, compiling, ema, frozen, levers, stopping
 from lib.binding import bind
+from lib.components import QUANTISED
 from lib.device import pick_device
 from lib.errors import InputRefused, Problem
 from lib.events import Events
 from lib.family import Family
+from lib.footprint import Needs
 from lib.hub import Base
 from lib.optimizers import make_optimizer, usable
+from lib.recomputing import recompute
 from lib.records import compute_dtype
 from lib.replays import Replays
 from lib.schema import Config
@@ -30,12 +33,18 @@ def make_trainer(
     *,
     total_steps: int,
     team: Team = ALONE,
+    needs: Needs | None = None,
 ) -> Trainer:
-    """The denoiser in the run's precision with a fresh adapter and its optimizer."""
+    """The denoiser in the run's precision with a fresh adapter and its optimizer.
+
+    Without `needs` it is not known whether a step fits, and nothing is computed again for it.
+    """
     device, mode = pick_device(), config.precision.mode
     events.decision("device", str(device), source="machine", reason="the first GPU, else the CPU")
     _check_precision(mode, device)
-    chosen = levers.choose(config, device=device, total_steps=total_steps, events=events)
+    chosen = levers.choose(
+        config, device=device, total_steps=total_steps, events=events, needs=needs
+    )
     dtype = compute_dtype(mode)
     # Layers in few bits go to the device one by one: the dense base need not fit there.
     first = torch.device("cpu") if mode in frozen.KINDS else device
@@ -56,7 +65,7 @@ def make_trainer(
     )
     _record_precision(mode, denoiser, events)
     fixed_text = family.FACTS.caption_rule["positions"] == "all"
-    _engage(chosen, config, denoiser, events, fixed_text=fixed_text)
+    _engage(chosen, denoiser, fixed_text=fixed_text, dropout=config.adapter.dropout > 0)
     optimizer = usable(config.optimizer, device=device, events=events, team=team)
     return Trainer(
         family=family,
@@ -91,13 +100,9 @@ def _check_precision(mode: str, device: torch.device) -> None:
         raise InputRefused(Problem(f"precision.mode={mode}", fault, "fp32, bf16", remedy))
 
 
-def _engage(
-    chosen: levers.Levers, config: Config, denoiser: Any, events: Events, *, fixed_text: bool
-) -> None:
-    if config.trainer.gradient_checkpointing:
-        denoiser.enable_gradient_checkpointing()  # diffusers' default is the non-reentrant kind
-        reason = "less memory, about a third more time"
-        events.decision("gradient_checkpointing", True, source="config", reason=reason)
+def _engage(chosen: levers.Levers, denoiser: Any, *, fixed_text: bool, dropout: bool) -> None:
+    if chosen.checkpointing:
+        recompute(denoiser, blocks=chosen.blocks, dropout=dropout)
     if chosen.compile:
         compiling.compile_blocks(denoiser, fixed_text=fixed_text)
 
@@ -116,7 +121,9 @@ def _record_precision(mode: str, denoiser: Any, events: Events) -> None:
     if mode in frozen.KINDS:
         layers = [m for m in denoiser.modules() if isinstance(m, frozen.FrozenLinear)]
         weights = sum(layer.out_features * layer.in_features for layer in layers)
-        reason = f"{weights / 1e6:.1f} M weights in {mode}; modulations and embedders stay dense"
+        stored = QUANTISED in denoiser.config
+        rest = "as the base stores them" if stored else "modulations and embedders stay dense"
+        reason = f"{weights / 1e6:.1f} M weights in {mode}; {rest}"
         events.decision("precision", f"{len(layers)} products", source="config", reason=reason)
 
 

@@ -16,6 +16,7 @@ from lib.errors import Problem, StateRefused
 from lib.events import Events
 from lib.extending import Extended
 from lib.family import Family, process_of
+from lib.footprint import Needs
 from lib.hub import Base
 from lib.records import to_stored
 from lib.runs import ADAPTER_FILE, EMA_FILE, Claim
@@ -45,13 +46,16 @@ def train_run(
     request: GridRequest,
     extends: Extended | None = None,
     team: Team = ALONE,
+    needs: Needs | None = None,
 ) -> Finished:
     """Train to `total_steps` and leave the adapter in the run's folder.
 
     It goes on from its own last checkpoint, else from that of the run that it extends.
     Of a team every process does, on its share of each group; the first alone looks and writes.
     """
-    trainer = make_trainer(config, family, base, events, total_steps=total_steps, team=team)
+    trainer = make_trainer(
+        config, family, base, events, total_steps=total_steps, team=team, needs=needs
+    )
     folder = claim.folder / "checkpoints"
     start, seen = _restore_together(trainer, folder, claim.key, extends=extends, events=events)
     assembler = make_assembler(config, family, base, upstream=upstream, store=store, team=team)

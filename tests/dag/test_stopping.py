@@ -140,11 +140,12 @@ def test_a_stop_while_caching_keeps_what_is_encoded(stopped, ensure, counted, tm
         put, calls = Store.put, []
 
         def counting(self, kind, *args, **named):
-            put(self, kind, *args, **named)
+            made = put(self, kind, *args, **named)
             calls.append(kind)
             if calls.count("latents") == 3:
                 (tmp_path / "outputs").mkdir(exist_ok=True)
                 (tmp_path / "outputs/stop").touch() if how == "file" else send(how)()
+            return made
 
         Store.put = counting
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from lib import families
-from lib.binding import LEAST_SIDE, bind, linears, quantisable
+from lib.binding import bind, linears, quantisable
+from lib.few_bits import LEAST_SIDE
 from lib.frozen import FrozenLinear
 from lib.lowrank import AdaptedLinear, SharingLinear
 from tests.unit.bound import CPU, flat, relative, tiny

@@ -219,6 +219,40 @@ def test_texts_go_by_length_only_where_padding_is_masked(family, mask, expected)
     assert set(found) == {"a", "bbb", "cc"}
 
 
+@pytest.mark.parametrize("late", [0, 1, 4])
+def test_records_are_waited_for_when_so_many_others_are_on_their_way(
+    family, pictures, monkeypatch, late
+):
+    sent, waited = [], []
+
+    def arriving(tensor):
+        sent.append(tensor)
+        return tensor, lambda: waited.append((len(sent), tensor.item()))
+
+    monkeypatch.setattr(encoding, "arriving", arriving)
+    broken, given = family(failing(5, error=RuntimeError(FULL))), pictures(9)
+    order = [given.index(picture) for picture in picture_order(given)]
+    stream = picture_records(broken, None, picture_order(given), batch_size=1, late=late)
+    found = [given.index(picture) for picture, _ in stream]
+    assert found == order
+    means = [item for _, item in waited[::2]]
+    assert means == [number for number in order if number != 5]
+    ahead = [count // 2 - done for done, (count, _) in enumerate(waited[::2], start=1)]
+    assert max(ahead) == late
+
+
+def test_a_late_batch_is_given_before_the_one_after_the_next_is_encoded(family):
+    """A device has one batch at work and one waiting, and memory holds two."""
+    batches, seen = [], []
+    of = family(batches=batches)
+    texts = [letter * 2 for letter in "abcdefgh"]
+    for text, record in caption_records(of, None, texts, max_length=9, batch_size=2, late=2):
+        assert record["text_embeds"].item() == 2
+        seen.append((text, len(batches)))
+    assert [text for text, _ in seen] == texts
+    assert [encoded for _, encoded in seen] == [2, 2, 3, 3, 4, 4, 4, 4]
+
+
 def test_stopping_early_leaves_no_thread_at_work(family, pictures):
     stream = picture_records(family(), None, picture_order(pictures(30)), batch_size=1)
     next(stream)

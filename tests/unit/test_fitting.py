@@ -8,7 +8,13 @@ import pytest
 
 from lib import fitting
 from lib.families import flux
-from lib.fitting import base_problems, diffusers_problem, distillation_problem
+from lib.fitting import (
+    base_problems,
+    diffusers_problem,
+    distillation_problem,
+    precision_problem,
+    stored_kind,
+)
 from lib.hub import Base, UnbuiltTiny
 from lib.memory import Memory
 
@@ -88,19 +94,90 @@ def test_weights_that_are_only_pickled_are_a_problem_each(folder):
     assert "safe_serialization" in problem.remedy
 
 
-QUANTISED = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+OTHER_KINDS = {
+    "bitsandbytes fp4": {**NF4, "bnb_4bit_quant_type": "fp4"},
+    "bitsandbytes int8": {"quant_method": "bitsandbytes", "load_in_8bit": True},
+    "gptq": {"quant_method": "gptq", "bits": 4},
+    "torchao": {"quant_method": "torchao"},
+    "gguf": {"quant_method": "gguf"},
+    "an unnamed method": {"bits": 4},
+}
 
 
+@pytest.fixture
+def installed(monkeypatch):
+    """bitsandbytes is there, whether it is or not."""
+    monkeypatch.setattr(fitting, "find_spec", lambda name: name)
+
+
+def store(folder, *components, kind=NF4):
+    for component in components:
+        edit(folder / component / "config.json", quantization_config=kind)
+
+
+@pytest.mark.parametrize("kind", OTHER_KINDS)
 @pytest.mark.parametrize(
     "components", [("transformer",), ("transformer", "text_encoder_2")], ids=" ".join
 )
-def test_a_base_stored_in_few_bits_is_pointed_to_the_dense_one(folder, components):
-    for component in components:
-        edit(folder / component / "config.json", quantization_config=QUANTISED)
+def test_a_base_stored_in_other_few_bits_is_pointed_to_the_dense_one(folder, components, kind):
+    store(folder, *components, kind=OTHER_KINDS[kind])
     (problem,) = problems(folder)
     for component in components:
-        assert f"{component} (bitsandbytes)" in problem.why
+        assert f"{component} ({kind})" in problem.why
     assert problem.allowed == "a dense base such as black-forest-labs/FLUX.1-dev"
+    assert "bitsandbytes' nf4" in problem.remedy
+    assert stored_kind(opened(folder), flux) == ""
+
+
+def test_a_denoiser_and_text_encoders_in_nf4_are_no_problem(folder, installed):
+    store(folder, "transformer", "text_encoder", "text_encoder_2")
+    assert problems(folder) == []
+
+
+def test_an_autoencoder_in_few_bits_is_refused_of_any_kind(folder, installed):
+    store(folder, "vae", "text_encoder_2")
+    (problem,) = problems(folder)
+    assert problem.why == "is stored quantised: vae (bitsandbytes nf4)"
+
+
+def test_without_bitsandbytes_a_base_in_nf4_is_refused_with_the_line_that_installs_it(
+    folder, monkeypatch
+):
+    monkeypatch.setattr(fitting, "find_spec", lambda name: None)
+    assert problems(folder) == []
+    store(folder, "transformer", "text_encoder_2")
+    (problem,) = problems(folder)
+    assert "stores text_encoder_2, transformer in" in problem.why
+    assert "bitsandbytes is not installed" in problem.why
+    assert problem.remedy == 'pip install -e ".[quant]"'
+
+
+@pytest.mark.parametrize("mode", ["fp32", "bf16", "int8", "fp8", "nf4", "auto"])
+def test_a_denoiser_in_nf4_is_computed_in_nf4_and_in_nothing_else(folder, mode):
+    def problem():
+        return precision_problem(opened(folder), family=flux, mode=mode)
+
+    assert problem() is None
+    store(folder, "text_encoder_2")
+    assert (stored_kind(opened(folder), flux), problem()) == ("", None)
+    store(folder, "transformer")
+    assert stored_kind(opened(folder), flux) == "nf4"
+    if mode in ("nf4", "auto"):
+        assert problem() is None
+    else:
+        assert problem().subject == f"precision.mode={mode}"
+        assert problem().why == f"{folder} stores its transformer in nf4"
+        assert problem().allowed == "nf4, auto"
+        assert "precision=nf4" in problem().remedy
+        assert "black-forest-labs/FLUX.1-dev" in problem().remedy
+
+
+def test_what_is_in_few_bits_is_told_without_reading_a_weight(folder, installed):
+    """By configurations alone: there are none of the tensors that nf4 consists of."""
+    store(folder, "transformer")
+    assert stored_kind(opened(folder), flux) == "nf4"
+    assert problems(folder) == []
 
 
 def test_a_name_that_sounds_quantised_is_no_problem(folder):

@@ -171,8 +171,8 @@ def test_operators_of_nf4_are_what_torch_asks_of_one(operator):
     pytest.importorskip("bitsandbytes", exc_type=ImportError)
     made = frozen.Nf4Linear(dense())
     stored = [getattr(made, name) for name in made.PARTS]
-    x = drawn(2, 3, FEATURES if operator == "nf4_forth" else ROWS)
-    torch.library.opcheck(getattr(frozen, operator), (x, stored, ROWS))
+    sides = (FEATURES, ROWS) if operator == "nf4_forth" else (ROWS, FEATURES)
+    torch.library.opcheck(getattr(frozen, operator), (drawn(2, 3, sides[0]), stored, sides[1]))
 
 
 def test_what_a_cpu_can_compute_has_no_fault(mode):

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from lib.events import Events
-from lib.levers import WORTH_COMPILING, Levers, choose
+from lib.footprint import WORTH_COMPILING
+from lib.levers import Levers, choose
 from stages.composing import compose
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")

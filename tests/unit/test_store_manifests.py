@@ -8,7 +8,7 @@ import pytest
 
 from lib import files
 from lib.keys import digest
-from lib.store import Damaged, EntryRef, Manifest, Store
+from lib.store import WORTH_THREADS, Damaged, EntryRef, Manifest, Store
 from lib.tensors import Tensor
 
 KEY, OTHER = digest("one"), digest("two")
@@ -41,6 +41,31 @@ def test_publishing_verifies_every_entry_first(store):
         store.publish(manifest_of(*refs))
     assert caught.value.path == path
     assert store.manifest("cache", KEY) is None
+
+
+def test_publishing_many_entries_reads_them_in_threads_and_names_the_first_damaged(
+    store, monkeypatch
+):
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+    refs = sorted(put(store, digest(number)) for number in range(2 * WORTH_THREADS + 5))
+    assert store.publish(manifest_of(*refs, key=OTHER))
+    for place in (70, 20, 130):
+        store.entry_path("latents", refs[place].key).write_bytes(bytes(refs[place].size_bytes))
+    with pytest.raises(Damaged) as caught:
+        store.publish(manifest_of(*refs))
+    assert caught.value.key == refs[20].key
+    assert store.manifest("cache", KEY) is None
+
+
+def test_entries_that_were_opened_before_are_not_read_again_but_must_be_there(store, monkeypatch):
+    refs = [put(store, digest(number)) for number in range(3)]
+    read = []
+    monkeypatch.setattr(Store, "check", lambda self, ref: read.append(ref))
+    store.publish(manifest_of(*refs), opened=refs[:2])
+    assert read == [refs[2]]
+    store.entry_path("latents", refs[0].key).unlink()
+    store.publish(manifest_of(*refs, key=OTHER), opened=refs)
+    assert read[1:] == [refs[0]]
 
 
 def test_publishing_refuses_an_entry_that_is_absent_or_of_another_size(store):

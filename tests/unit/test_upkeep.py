@@ -55,6 +55,22 @@ def test_other_folders_of_the_store_are_neither_checked_nor_collected(store, put
     assert other.exists()
 
 
+def test_what_was_compiled_is_counted_never_verified_and_goes_when_unused_for_long(store, check):
+    for name, when in (("torch-1", OLD), ("torch-2", NOW - 13 * DAY)):
+        kernel = store.root / "compiled" / name / "ab" / "kernel.so"
+        kernel.parent.mkdir(parents=True)
+        kernel.write_bytes(b"12345")
+        os.utime(kernel.parents[1], (when, when))
+    assert stats(store).kinds["compiled"] == upkeep.KindStats(2, 10)
+    assert (check(store).checked, check(store).stray) == (0, ())
+    told = collect(store, dry_run=True)
+    assert told.removed == (store.root / "compiled" / "torch-1",)
+    assert (store.root / "compiled" / "torch-1").exists()
+    assert collect(store) == told
+    assert told.freed_bytes == 5
+    assert [path.name for path in (store.root / "compiled").iterdir()] == ["torch-2"]
+
+
 def test_gc_keeps_what_runs_recent_manifests_and_leases_reach_and_removes_the_rest(
     store, tmp_path, put, publish, check
 ):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 import yaml
+from torch.overrides import TorchFunctionMode
 
 from lib import adapter, objectives
 from lib.exporting import export_adapter
@@ -31,6 +32,14 @@ CAPTIONS = {
     "beyond the maximum": "fox " * 300,
     "not ASCII, and with braces": "caf\u00e9 {0} \u732b <b>",
 }
+
+
+class NoNumbers(TorchFunctionMode):
+    """Forbids tensors of Python numbers: on a GPU a copy from the host, which no graph records."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        assert func not in (torch.tensor, torch.as_tensor), "a tensor is made of a number"
+        return func(*args, **(kwargs or {}))
 
 
 def make_base(family, folder):

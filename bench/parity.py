@@ -1,0 +1,185 @@
+"""Whether a fast step learns what the plain one does: the same draws, loss curves side by side.
+
+    python -m bench.parity flux [--modes bf16 fp8 int8 nf4] [--steps 200] [--seeds 5] [--blocks 2]
+
+The denoiser has its full width and random weights; `--blocks 0` keeps its full depth. The plain
+loop is PEFT's layers under bfloat16 autocast, not compiled. Beside each mode's largest relative
+difference of 20-step means stands the plain loop's spread over seeds: over the adapter's first
+weights alone, and over the draws too. A mode is allowed three times the latter.
+"""
+
+import argparse
+import gc
+import inspect
+import os
+import statistics
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
+
+import torch
+import yaml
+
+from bench.full_size import CONF, DTYPE, RANK, make_batch, make_denoiser
+from bench.full_size_bases import FULL
+from bench.train_step import RATE, Bench, Case
+from lib import adapter, attention, families
+from lib.batches import Batch, StepBatches
+from lib.device import pick_device, release
+from lib.family import Family
+from lib.objectives import per_sample_loss
+from lib.optimizers import make_optimizer
+from lib.schema import AdapterConfig, OptimizerConfig
+
+WINDOW, PICTURES = 20, 8
+DEPTHS = ("num_layers", "num_single_layers", "n_layers", "n_refiner_layers")
+
+Curve = list[float]
+
+
+def shallow(family: Family, recipe: Mapping[str, Any], blocks: int) -> dict[str, Any]:
+    """The recipe with a few blocks of each kind."""
+    import diffusers
+
+    facts = family.FACTS
+    own = dict(recipe[facts.denoiser])
+    init = getattr(diffusers, facts.classes[facts.denoiser]).__init__
+    few = {name: blocks for name in DEPTHS if name in inspect.signature(init).parameters}
+    return {**recipe, facts.denoiser: {**own, **few}} if blocks else dict(recipe)
+
+
+def batches(first: Batch, *, steps: int, seed: int) -> Iterator[Batch]:
+    """A batch a step: one of a few pictures, at a level and with a noise of its own."""
+    draws = torch.Generator().manual_seed(1000 + seed)
+    pictures = torch.randn(
+        PICTURES, *first.noisy.shape[1:], generator=torch.Generator().manual_seed(7)
+    )
+    rows = len(first.noisy)
+    for _ in range(steps):
+        latents = pictures[torch.randint(PICTURES, (rows,), generator=draws)]
+        noise = torch.randn(first.noisy.shape, generator=draws)
+        level = torch.rand(rows, generator=draws).clamp(0.02, 0.98)
+        sigma = level.view(-1, *[1] * (noise.ndim - 1))
+        yield replace(
+            first,
+            noisy=(1 - sigma) * latents + sigma * noise,
+            target=noise - latents,
+            level=level,
+        )
+
+
+def plain(bench: Bench, given: Sequence[Batch], *, seed: int) -> Curve:
+    """The loop of the public scripts."""
+    denoiser = make_denoiser(bench.family, bench.recipe, device=bench.device)
+    config = AdapterConfig(rank=RANK, alpha=float(RANK), targets=list(bench.preset["targets"]))
+    parameters = list(adapter.inject(denoiser, config, seed=seed).parameters.values())
+    optimizer = make_optimizer(parameters, OptimizerConfig(lr=RATE))
+    losses = []
+    for batch in given:
+        here = batch.to(bench.device)
+        with torch.autocast(bench.device.type, DTYPE):
+            answer = bench.family.predict(
+                denoiser, here.noisy, here.level, conditioning=here.conditioning, guidance=1.0
+            )
+        loss = per_sample_loss(answer, here.target).mean()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        losses.append(loss.item())
+    return losses
+
+
+def ours(bench: Bench, given: Sequence[Batch], case: Case) -> Curve:
+    """The project's step."""
+    bench.fresh()
+    trainer = bench.trainer(case)
+    losses = []
+    for number, batch in enumerate(given):
+        group = StepBatches(number, (batch,), (0,), num_samples=len(batch.noisy))
+        group = group.packed() if bench.device.type == "cuda" else group
+        losses.append(trainer.launch(group, rate=RATE).result().loss)
+    return losses
+
+
+def means(curve: Curve) -> list[float]:
+    width = min(WINDOW, len(curve))
+    return [statistics.fmean(curve[i : i + width]) for i in range(0, len(curve) - width + 1, width)]
+
+
+def apart(curve: Curve, other: Curve) -> float:
+    """The largest relative difference of two curves' means."""
+    return max(abs(a - b) / abs(b) for a, b in zip(means(curve), means(other), strict=True))
+
+
+def spread(curves: Sequence[Curve]) -> float:
+    """The largest of the first curve's differences from the others."""
+    return max((apart(curve, curves[0]) for curve in curves[1:]), default=float("nan"))
+
+
+def tried(what: str, work: Callable[[], Curve]) -> Curve | None:
+    try:
+        found = work()
+    except Exception:  # noqa: BLE001  # one curve must not end the others
+        traceback.print_exc()
+        found = None
+    gc.collect()
+    release()
+    shown = " ".join(f"{value:.4f}" for value in means(found)) if found else "failed"
+    print(f"  {what}: {shown}", flush=True)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("family")
+    parser.add_argument("--modes", nargs="*", default=["bf16", "fp8", "int8", "nf4"])
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--blocks", type=int, default=2)
+    parser.add_argument("--side", type=int, default=512)
+    parser.add_argument("--flash4", action="store_true")
+    parser.add_argument("--tiny", action="store_true")
+    arguments = parser.parse_args()
+    family = families.get(arguments.family)
+    preset = yaml.safe_load((CONF / f"{arguments.family}.yaml").read_text())["preset"]
+    recipe = family.TINY if arguments.tiny else FULL[arguments.family]
+    recipe = recipe if arguments.tiny else shallow(family, recipe, arguments.blocks)
+    bench = Bench(family, recipe, preset, pick_device(), ceiling=1.0)
+    first = make_batch(family, recipe, preset, side=64 if arguments.tiny else arguments.side)
+    depth = f"{arguments.blocks} blocks of a kind" if arguments.blocks else "full depth"
+    print(f"{arguments.family}, {depth}, {arguments.steps} steps; means of {WINDOW} losses")
+
+    def draws(seed: int) -> list[Batch]:
+        return list(batches(first, steps=arguments.steps, seed=seed))
+
+    given = draws(0)
+    with attention.engaged(flash4=False):
+        reference = tried("plain, seed 0", lambda: plain(bench, given, seed=0))
+        firsts = [
+            tried(f"plain, adapter {s}", lambda s=s: plain(bench, given, seed=s))
+            for s in range(1, arguments.seeds)
+        ]
+        drawn = [
+            tried(f"plain, seed {s}", lambda s=s: plain(bench, draws(s), seed=s))
+            for s in range(1, arguments.seeds)
+        ]
+    lines = ["| what | largest relative difference of 20-step means |", "|---|---|"]
+    if reference:
+        for name, curves in (("spread over adapters", firsts), ("spread over seeds", drawn)):
+            lines.append(f"| {name} | {spread([reference, *(c for c in curves if c)]):.2e} |")
+    with attention.engaged(flash4=arguments.flash4):
+        for mode in arguments.modes:
+            case = Case.of(f"{mode}:{arguments.side}:1")
+            curve = tried(f"ours, {mode}", lambda case=case: ours(bench, given, case))
+            if curve and reference:
+                lines.append(f"| ours, {mode} | {apart(curve, reference):.2e} |")
+    print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()

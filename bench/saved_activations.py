@@ -1,0 +1,147 @@
+"""What a block keeps for its backward, in hidden states: the `kept` of each family's Costs.
+
+    python -m bench.saved_activations [flux sdxl ...] [--side 512]
+
+Denoisers at full width with one and two blocks of a kind: the difference is a block's. Compiled
+means torch's partition of forward and backward, with the kernels left out. A U-Net is measured
+whole, at two sizes of the picture. Prints what torch's autograd holds, weights aside.
+"""
+
+import argparse
+import gc
+import os
+import traceback
+from collections.abc import Mapping
+from typing import Any
+
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
+
+import torch
+import yaml
+from torch.autograd.graph import saved_tensors_hooks
+
+from bench.full_size import CONF, DTYPE, make_adapter, make_batch, make_denoiser
+from bench.full_size_bases import FULL
+from lib import families
+from lib.binding import bind
+from lib.device import pick_device, release
+from lib.family import Family
+from lib.footprint import Work, hidden_bytes
+from lib.recomputing import recompute
+
+BACKEND = "aot_eager_decomp_partition"
+WAYS = ("eager", "compiled", "checkpointed")
+
+
+def kept_bytes(family: Family, recipe: Mapping[str, Any], *, way: str, side: int) -> int:
+    """Bytes of the storages that a forward leaves for the backward."""
+    torch._dynamo.reset()
+    device, facts = pick_device(), family.FACTS
+    preset = yaml.safe_load((CONF / f"{facts.name}.yaml").read_text())["preset"]
+    denoiser = make_denoiser(family, recipe, device=device)
+    injected = make_adapter(denoiser, preset)
+    weights = bind(
+        denoiser,
+        injected.parameters,
+        shared=facts.shared_inputs,
+        mode="bf16",
+        device=device,
+        dtype=DTYPE,
+        scale=1.0,
+    )
+    if way == "compiled":
+        denoiser.compile_repeated_blocks(fullgraph=True, dynamic=False, backend=BACKEND)
+    if way == "checkpointed":
+        recompute(denoiser)
+    batch = make_batch(family, recipe, preset, side=side).to(device)
+    still = {t.untyped_storage().data_ptr() for t in (*denoiser.parameters(), *denoiser.buffers())}
+    still |= {leaf.untyped_storage().data_ptr() for leaf in weights.leaves}
+    found: dict[int, torch.Tensor] = {}  # held, so that no address is used twice
+
+    def hold(tensor: torch.Tensor) -> torch.Tensor:
+        found.setdefault(tensor.untyped_storage().data_ptr(), tensor)
+        return tensor
+
+    with (
+        saved_tensors_hooks(hold, lambda tensor: tensor),
+        torch.autocast(device.type, DTYPE, cache_enabled=False),
+    ):
+        answer = family.predict(
+            denoiser, batch.noisy, batch.level, conditioning=batch.conditioning, guidance=1.0
+        )
+    total = sum(t.untyped_storage().nbytes() for at, t in found.items() if at not in still)
+    del answer
+    return total
+
+
+def with_blocks(family: Family, counts: Mapping[str, int]) -> dict[str, Any]:
+    recipe = dict(FULL[family.FACTS.name])
+    recipe[family.FACTS.denoiser] = {**recipe[family.FACTS.denoiser], **counts}
+    return recipe
+
+
+def measured(family: Family, *, way: str, side: int) -> float:
+    """Hidden states of a block, over the kinds of blocks as often as the full size has them."""
+    costs = family.FACTS.costs
+    layers = costs.layers
+    full = full_config(family)
+    words = 77 if not layers else text_tokens(family, side)
+    state = hidden_bytes(costs, full, Work(side, side, words, 1))
+    if not layers:
+        half = Work(side // 2, side // 2, words, 1)
+        both = [
+            kept_bytes(family, with_blocks(family, {}), way=way, side=s) for s in (side, side // 2)
+        ]
+        return (both[0] - both[1]) / (state - hidden_bytes(costs, full, half))
+    one = dict.fromkeys(layers, 1)
+    least = kept_bytes(family, with_blocks(family, one), way=way, side=side)
+    each = {
+        name: kept_bytes(family, with_blocks(family, {**one, name: 2}), way=way, side=side) - least
+        for name in layers
+    }
+    depth = sum(full[name] for name in layers)
+    return sum(full[name] * each[name] for name in layers) / depth / state
+
+
+def full_config(family: Family) -> Mapping[str, Any]:
+    """The full size's configuration, its class's defaults included."""
+    import diffusers
+    from accelerate import init_empty_weights
+
+    facts = family.FACTS
+    with init_empty_weights():
+        own = FULL[facts.name][facts.denoiser]
+        return dict(getattr(diffusers, facts.classes[facts.denoiser])(**own).config)
+
+
+def text_tokens(family: Family, side: int) -> int:
+    """Of the random caption that a batch here has."""
+    preset = yaml.safe_load((CONF / f"{family.FACTS.name}.yaml").read_text())["preset"]
+    batch = make_batch(family, FULL[family.FACTS.name], preset, side=side)
+    return batch.conditioning["text_embeds"].shape[1]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("families", nargs="*", default=list(FULL))
+    parser.add_argument("--side", type=int, default=512)
+    arguments = parser.parse_args()
+    lines = ["| family | " + " | ".join(WAYS) + " |", "|" + "---|" * (1 + len(WAYS))]
+    for name in arguments.families:
+        cells = []
+        for way in WAYS:
+            try:
+                cells.append(f"{measured(families.get(name), way=way, side=arguments.side):.2f}")
+            except Exception:  # noqa: BLE001  # one family must not end the others
+                traceback.print_exc()
+                cells.append("failed")
+            gc.collect()
+            release()
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+        print(lines[-1], flush=True)
+    print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""Where what is compiled is kept, and who decides it."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from lib.compiled import FOLDER, VARIABLES, builds_of, compiled_in
+
+PLACE, TRITON = VARIABLES
+
+
+@pytest.fixture(autouse=True)
+def nothing_chosen(monkeypatch):
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+
+
+def compile_something(name="kernel"):
+    """As torch does: both variables are set, and files written under the first one's folder."""
+    folder = os.environ[PLACE]
+    os.makedirs(folder, exist_ok=True)
+    os.environ.setdefault(TRITON, os.path.join(folder, "triton"))
+    with open(os.path.join(folder, name), "wb") as file:
+        file.write(b"compiled")
+
+
+def test_what_is_compiled_lies_in_the_store_and_the_environment_is_as_before(tmp_path):
+    with compiled_in(tmp_path, build="torch-2.11.0+cu130"):
+        compile_something()
+    (build,) = builds_of(tmp_path)
+    assert build.path == tmp_path / FOLDER / "torch-2.11.0+cu130"
+    assert (build.count, build.size_bytes) == (1, 8)
+    assert not set(VARIABLES) & os.environ.keys()
+
+
+def test_a_relative_store_stays_where_it_was(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    with compiled_in(Path("store"), build="torch"):
+        os.chdir(tmp_path / "elsewhere")
+        compile_something()
+    assert len(builds_of(tmp_path / "store")) == 1
+
+
+def test_a_run_that_compiles_nothing_leaves_nothing(tmp_path):
+    with compiled_in(tmp_path / "store", build="torch"):
+        pass
+    assert not (tmp_path / "store").exists()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_place_that_the_user_has_chosen_stays_theirs(tmp_path, monkeypatch, fails):
+    theirs = {PLACE: str(tmp_path / "theirs"), TRITON: str(tmp_path / "triton")}
+    for name, value in theirs.items():
+        monkeypatch.setenv(name, value)
+    try:
+        with compiled_in(tmp_path / "store", build="torch"):
+            compile_something()
+            os.environ[TRITON] = "changed"
+            if fails:
+                raise KeyError
+    except KeyError:
+        assert fails
+    assert {name: os.environ[name] for name in VARIABLES} == theirs
+    assert (tmp_path / "theirs" / "kernel").exists()
+    assert builds_of(tmp_path / "store") == []
+
+
+def test_each_use_of_a_build_is_marked(tmp_path):
+    with compiled_in(tmp_path, build="one"):
+        compile_something()
+    with compiled_in(tmp_path, build="other"):
+        compile_something()
+    for build in builds_of(tmp_path):
+        os.utime(build.path, (1, 1))
+    with compiled_in(tmp_path, build="one"):
+        pass
+    times = {build.path.name: build.time for build in builds_of(tmp_path)}
+    assert times["other"] == 1 < times["one"]
