@@ -190,16 +190,14 @@ class Assembler:
         latents = torch.cat([row.latents for row in rows])
         noise = torch.cat([row.noise for row in rows])
         level = torch.tensor([row.level for row in rows], dtype=torch.float32)
-        conditioning = self.family.conditioning(
-            [row.caption for row in rows], [row.frame for row in rows]
-        )
+        captions, frames = [row.caption for row in rows], [row.frame for row in rows]
         return Batch(
             noisy=self.process.add_noise(latents, noise, level),
             target=self.process.target(latents, noise, level),
             level=level,
             weights=torch.tensor([float(row.weight) for row in micro.rows]),
             loss_weights=self.process.loss_weight(level, self.objective),
-            conditioning=conditioning,
+            conditioning=self.family.conditioning(captions, frames).in_few_lengths(),
             names=tuple(self.plan.slots[row.slot].name for row in micro.rows),
         )
 

@@ -25,6 +25,7 @@ FASTEST = (
     Way("nf4", True),
     Way("int8", True),
 )
+ASKED = {"auto": (False, True), "always": (True,), "never": (False,)}
 NATIVE_BF16 = 8  # major capability
 
 
@@ -58,21 +59,30 @@ def fault_of(mode: str, device: torch.device) -> str:
     return frozen.fault_of(mode, device) if mode in MODES else ""
 
 
-def choose(needs: Needs, device: torch.device, *, allowed: Iterable[str], compiled: bool) -> Choice:
+def choose(
+    needs: Needs,
+    device: torch.device,
+    *,
+    allowed: Iterable[str],
+    compiled: bool,
+    checkpointing: str = "auto",
+) -> Choice:
     """The fastest way that the device can compute and that fits; `allowed` are precisions.
 
-    Where none fits for sure, the least; it is refused where it cannot fit.
+    `checkpointing` is what was asked of that. Where none fits for sure, the least; it is refused
+    where it cannot fit.
     """
     if device.type != "cuda":
         return Choice(Way("fp32", False), "there is no GPU")
     faults = {mode: fault_of(mode, device) for mode in set(allowed)}
-    able = [way for way in FASTEST if faults.get(way.mode) == ""]
+    asked = [way for way in FASTEST if way.checkpointing in ASKED[checkpointing]]
+    able = [way for way in asked if faults.get(way.mode) == ""]
     if not able:
         return Choice(Way("fp32", False), "this GPU has no bfloat16 units")
     free, needed = free_bytes(device), needs(compiled=compiled)
     for way in able:
         if fits(needed[way], free):
-            passed = "; ".join(_passed(way, able, faults, needed))
+            passed = "; ".join(_passed(way, asked, faults, needed))
             why = f"the fastest that fits: {_beside(needed[way], free)}"
             return Choice(way, f"{why}; {passed}" if passed else why)
     least = min(able, key=lambda way: needed[way].peak)
@@ -109,13 +119,16 @@ def _beside(needed: Footprint, free: int) -> str:
 
 
 def _passed(
-    chosen: Way, able: Iterable[Way], faults: Mapping[str, str], needed: Mapping[Way, Footprint]
+    chosen: Way, asked: Iterable[Way], faults: Mapping[str, str], needed: Mapping[Way, Footprint]
 ) -> Iterator[str]:
     """Why each faster way is not taken."""
-    for way in FASTEST:
+    told = set()
+    for way in asked:
         if way == chosen:
             return
-        if way in able:
+        if faults.get(way.mode) == "":
             yield f"{way} needs {in_gib(needed[way].peak)}"
-        elif not way.checkpointing:
-            yield f"{way}: {faults.get(way.mode) or 'not shown to train this family as bf16 does'}"
+        elif way.mode not in told:
+            told.add(way.mode)
+            why = faults.get(way.mode) or "not shown to train this family as bf16 does"
+            yield f"{way.mode}: {why}"

@@ -7,7 +7,7 @@ frame axes, time direction and sign.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from lib import shapes
@@ -57,6 +57,12 @@ class Conditioning(Mapping[str, "torch.Tensor"]):
 
     def __len__(self) -> int:
         return len(self.tensors)
+
+    def in_few_lengths(self) -> Conditioning:
+        """For training: masked texts padded to one of few lengths."""
+        from lib import texts
+
+        return replace(self, tensors=texts.in_few_lengths(self.tensors))
 
     def to(self, device: Any) -> Conditioning:
         moved = {n: t.to(device, non_blocking=True) for n, t in self.tensors.items()}

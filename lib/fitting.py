@@ -15,8 +15,8 @@ from lib.hub import INDEX, Base, UnbuiltTiny, class_name
 from lib.schema import AUTO
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-# Words in the names of checkpoints distilled to few steps.
 NF4 = "bitsandbytes nf4"  # the one kind of few bits that is read
+# Words in the names of checkpoints distilled to few steps.
 DISTILLED = re.compile(r"(?<![a-z])(turbo|schnell|lightning|hyper|lcm|dmd2?|distilled)(?![a-z])")
 
 

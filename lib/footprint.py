@@ -118,8 +118,8 @@ def count(shapes: Shapes, costs: Costs, *, ranks: Mapping[str, int]) -> Weights:
 def reference(costs: Costs, *, rank: int) -> Weights:
     """Those of the family's reference, where a base's files are not here yet."""
     total, few = costs.weights
-    # An adapter on the attention is near few x rank / 8000 in all six families.
-    return Weights(total - few, few=few, largest=few // 400, adapter=few * rank // 8000)
+    # An adapter by the presets is near few x rank / 4000, in SDXL two and a half times as large.
+    return Weights(total - few, few=few, largest=few // 400, adapter=few * rank // 4000)
 
 
 def footprint(

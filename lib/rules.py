@@ -69,7 +69,7 @@ RULES: tuple[Rule, ...] = (
     _number("latents.crop_seed", 0, 2**63 - 1),
     _choice("latents.dtype", *DENSE, remedy="autoencoders overflow in fp16"),
     _number("latents.max_bytes", 0, 2**50),
-    _number("encode.batch_size", 1, 1024),
+    _optional(_number("encode.batch_size", 1, 1024)),
     _number("adapter.rank", 1, 320),
     Rule("adapter.rank_pattern", _ranks, "module names with ranks of 1 to 320"),
     Rule("adapter.targets", lambda v: len(v) > 0 and all(v), "at least one module name"),

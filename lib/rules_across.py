@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 from lib.errors import Problem
 from lib.files import user_path
 from lib.rules import RULES
-from lib.schema import TINY, Config, settings_of, value_of
+from lib.schema import AUTO, TINY, Config, settings_of, value_of
 
 STORES = ("sqlite", "http", "https", "postgresql", "mysql", "mssql")
 
@@ -23,6 +23,7 @@ def problems_of(config: Config) -> Iterator[Problem]:
     yield from _alpha_rule(config)
     yield from _batch_rules(config)
     yield from _no_effect(config)
+    yield from _machine_rules(config)
     yield from _tracker_rules(config)
     yield from _path_rules(config)
 
@@ -147,6 +148,18 @@ def _no_effect(config: Config) -> Iterator[Problem]:
         if revision is not None and (base is None or _is_local(base)):
             why = f"{group}.base={base} is no Hub id"
             yield _ignored(f"{group}.revision={revision}", why, f"drop {group}.revision")
+
+
+def _machine_rules(config: Config) -> Iterator[Problem]:
+    """How the machine computes."""
+    mode, trainer = config.precision.mode, config.trainer
+    if config.precision.redecide and mode != AUTO:
+        why = f"precision.mode={mode} leaves nothing to decide"
+        yield _ignored("precision.redecide=True", why, "use precision=auto")
+    if trainer.deterministic and trainer.cudnn_benchmark:
+        why = "which convolution is fastest changes from run to run, and with it the bits"
+        remedy = "or drop trainer.deterministic"
+        yield Problem("trainer.cudnn_benchmark=True", why, "false", remedy)
 
 
 def _tracker_rules(config: Config) -> Iterator[Problem]:

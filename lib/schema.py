@@ -84,7 +84,7 @@ class LatentsConfig:
 
 @dataclass(frozen=True)
 class EncodeConfig:
-    batch_size: int = 1
+    batch_size: int | None = None
 
 
 @dataclass(frozen=True)

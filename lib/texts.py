@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from lib import shapes
 
@@ -38,15 +38,24 @@ def kept(states: shapes.AnyTensor, mask: shapes.AnyTensor) -> shapes.AnyTensor:
 
 
 def masked(texts: Sequence[shapes.AnyTensor]) -> dict[str, shapes.AnyTensor]:
-    """`text_embeds` as `padded`; a `text_mask` only where something is padded.
+    """`text_embeds` as `padded`; a `text_mask` only where something is padded."""
+    text, lengths = padded(texts)
+    tensors = {"text_embeds": text}
+    if min(lengths) < max(lengths):
+        tensors["text_mask"] = mask_of(lengths, longest=max(lengths))
+    return tensors
 
-    Padded ones are of a few lengths, multiples of 32: each shape is compiled and recorded anew.
+
+def in_few_lengths(tensors: Mapping[str, shapes.AnyTensor]) -> dict[str, shapes.AnyTensor]:
+    """Masked texts padded further, to a multiple of 32: each shape is compiled and recorded anew.
+
+    A sampler leaves them: the last bits of attention depend on the length.
     """
     from torch.nn.functional import pad
 
-    text, lengths = padded(texts)
-    if min(lengths) == max(lengths):
-        return {"text_embeds": text}
-    longest = -(-max(lengths) // MULTIPLE) * MULTIPLE
-    beyond = [0, 0] * (text.ndim - 2) + [0, longest - text.shape[1]]
-    return {"text_embeds": pad(text, beyond), "text_mask": mask_of(lengths, longest=longest)}
+    if "text_mask" not in tensors:
+        return dict(tensors)
+    text, mask = tensors["text_embeds"], tensors["text_mask"]
+    beyond = -mask.shape[1] % MULTIPLE
+    longer = pad(text, [0, 0] * (text.ndim - 2) + [0, beyond])
+    return {**tensors, "text_embeds": longer, "text_mask": pad(mask, [0, beyond])}

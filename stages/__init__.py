@@ -20,6 +20,8 @@ SHARING = ("train", "encode_captions", "build_latent_cache", "prepare_dataset")
 # The libraries' notices are not ours to give; a user who wants them sets the level.
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
+# For trainer.deterministic: torch looks once, at a process's first product, even an encoder's.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 Job = Callable[[Config, Summary], int]
 

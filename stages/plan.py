@@ -6,7 +6,7 @@ take: the one case in which a plan imports torch.
 
 import sys
 
-from lib.schema import Config
+from lib.schema import Config, with_mode
 from stages import main
 from stages.summary import Summary
 
@@ -20,11 +20,15 @@ def show_plan(config: Config, _summary: Summary) -> int:
 
     plans, opened = graph.plan("sample", config), graph.open_inputs(config)
     inputs = opened.inputs({one.stage: one.manifest for one in plans if one.manifest})
-    (steps,) = (planned.total for planned in plans if planned.stage == "train")
-    print("\n".join(plan_lines(plans, opened.store)))
-    print("\n".join(memory_lines(config, inputs, opened.store, total_steps=steps)))
+    (trained,) = (planned for planned in plans if planned.stage == "train")
+    config = with_mode(config, trained.settings["precision.mode"])  # what `auto` was decided to be
+    lines = [
+        *plan_lines(plans, opened.store),
+        *memory_lines(config, inputs, opened.store, total_steps=trained.total),
+    ]
     if MODES in sys.argv[1:]:
-        print("\n".join(mode_lines(config, inputs, opened.store, total_steps=steps)))
+        lines += mode_lines(config, inputs, opened.store, total_steps=trained.total)
+    print("\n".join(lines))
     return 0
 
 

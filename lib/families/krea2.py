@@ -213,10 +213,8 @@ def _tokens(
     import torch
 
     if max_length <= SUFFIX_TOKENS:
-        why, allowed = (
-            "leaves the caption no room beside its template",
-            f"{SUFFIX_TOKENS + 1} to 512",
-        )
+        why = "leaves the caption no room beside its template"
+        allowed = f"{SUFFIX_TOKENS + 1} to 512"
         raise InputRefused(Problem(f"captions.max_length={max_length}", why, allowed))
     begun = tokenizer(
         [PREFIX + caption for caption in captions],
@@ -263,7 +261,7 @@ def load_denoiser(base: Base, *, dtype: torch.dtype, device: Any) -> Any:
 
 
 def conditioning(records: Sequence[Record], frames: Sequence[Frame]) -> Conditioning:
-    """Texts as long as the longest or a little longer; a mask where something is padded."""
+    """Texts padded to the longest; a mask only where something is padded."""
     return Conditioning(texts.masked([record["text_embeds"] for record in records]))
 
 

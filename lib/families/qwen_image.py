@@ -50,7 +50,7 @@ FACTS = Facts(
     max_text_tokens=MOST_TOKENS,
     draws_mode=False,
     noise=Flow,
-    costs=Costs(kept=(17.0, 13.1), weights=(20_430_401_088, 13_589_544_960)),
+    costs=Costs(kept=(19.8, 13.1), weights=(20_430_401_088, 13_589_544_960)),
     reference="Qwen/Qwen-Image",
     diffusers="0.35.0",
     shared_inputs=(("to_q", "to_k", "to_v"), ("add_q_proj", "add_k_proj", "add_v_proj")),
@@ -200,7 +200,7 @@ def _text_length(states: Any, mask: Any) -> tuple[int, None, Any]:
 
 
 def conditioning(records: Sequence[Record], frames: Sequence[Frame]) -> Conditioning:
-    """Texts as long as the longest or a little longer; a mask where something is padded."""
+    """Texts padded to the longest; a mask only where something is padded."""
     return Conditioning(texts.masked([record["text_embeds"] for record in records]))
 
 

@@ -1,13 +1,16 @@
 """What the steps of a run need of a GPU's memory, in each way that it could run."""
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from lib.few_bits import BYTES, MODES
 from lib.fitting import stored_kind
 from lib.footprint import (
     PREVIEW_BYTES,
+    Costs,
     Footprint,
     Needs,
     Way,
@@ -17,8 +20,9 @@ from lib.footprint import (
     footprint,
     reference,
 )
+from lib.hub import Component
 from lib.pipeline.contract import Inputs, record_bytes
-from lib.schema import Config
+from lib.schema import AdapterConfig, Config
 from lib.store import Store
 from lib.team import this_process
 
@@ -46,13 +50,23 @@ def _needs(
     config: Config, inputs: Inputs, store: Store, *, compiled: bool
 ) -> Mapping[Way, Footprint]:
     facts = inputs.family.FACTS
-    own = inputs.base.component(facts.denoiser).config
+    own = _complete(inputs.base.component(facts.denoiser), facts.costs)
     weights, work = _weights(config, inputs), work_of(config, inputs, store)
     previews = PREVIEW_BYTES * work.height * work.width if config.sample.every else 0
     return {
         way: footprint(weights, facts.costs, own, work, way, compiled=compiled, previews=previews)
         for way in WAYS
     }
+
+
+def _complete(denoiser: Component, costs: Costs) -> Mapping[str, Any]:
+    """Its configuration; what that leaves out, by the class's defaults, which takes an import."""
+    if not {*costs.layers, *costs.width} - denoiser.config.keys():
+        return denoiser.config
+    import diffusers
+
+    parameters = inspect.signature(getattr(diffusers, denoiser.class_name).__init__).parameters
+    return {**{name: one.default for name, one in parameters.items()}, **denoiser.config}
 
 
 def _weights(config: Config, inputs: Inputs) -> Weights:
@@ -65,8 +79,13 @@ def _weights(config: Config, inputs: Inputs) -> Weights:
     if stored_kind(inputs.base, inputs.family):  # whose tensors are packed; their bytes count
         dense = inputs.base.weight_bytes(facts.denoiser) / BYTES["bf16"]
         return replace(published, dense=int(dense), few=0)
-    targets = dict.fromkeys(adapter.targets, adapter.rank)
-    return count(shapes, facts.costs, ranks={**adapter.rank_pattern, **targets})
+    return count(shapes, facts.costs, ranks=ranks_of(adapter))
+
+
+def ranks_of(adapter: AdapterConfig) -> dict[str, int]:
+    """By module name, a pattern's before the target's that it may be a part of."""
+    own = adapter.rank_pattern
+    return {**own, **{name: adapter.rank for name in adapter.targets if name not in own}}
 
 
 def _text_tokens(config: Config, inputs: Inputs, store: Store) -> int:

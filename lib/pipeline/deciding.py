@@ -41,7 +41,7 @@ def decided(config: Config, inputs: Inputs, store: Store, events: Events) -> Con
     given = _given(config, inputs)
     if given.precision.mode != AUTO:
         why = "as the base is stored, or the run that is extended was trained"
-        events.decision("precision", given.precision.mode, source="auto", reason=why)
+        events.decision("precision.mode", given.precision.mode, source="auto", reason=why)
         return given
     found = _decide(
         store,
@@ -49,7 +49,7 @@ def decided(config: Config, inputs: Inputs, store: Store, events: Events) -> Con
         lambda: _measured(config, inputs, store),
         again=config.precision.redecide,
     )
-    events.decision("precision", found.mode, source="auto", reason=found.reason)
+    events.decision("precision.mode", found.mode, source="auto", reason=found.reason)
     return with_mode(config, found.mode)
 
 
@@ -73,6 +73,7 @@ def _measured(config: Config, inputs: Inputs, store: Store) -> Decision:
         device,
         allowed=inputs.family.FACTS.auto_modes,
         compiled=compiled,
+        checkpointing=config.trainer.gradient_checkpointing,
     )
     if choice.refused:
         remedy = "smaller buckets.resolution or trainer.micro_batch, or another GPU"

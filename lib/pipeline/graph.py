@@ -166,6 +166,10 @@ def _family_rules(config: Config, family: Family) -> Iterator[Problem]:
         why = f"does not divide among the {processes} processes of the run"
         allowed = f"a multiple of WORLD_SIZE={processes}"
         yield Problem(f"trainer.batch_size={config.trainer.batch_size}", why, allowed)
+    if config.precision.redecide and processes > 1:
+        why = f"each of {processes} processes would decide for itself"
+        remedy = "decide in one process, then train in several"
+        yield Problem("precision.redecide=True", why, "false", remedy)
     for name in ("shift", "shift_by"):
         value = getattr(config.timesteps, name)
         if value != getattr(TimestepsConfig(), name) and not facts.noise.shifts:

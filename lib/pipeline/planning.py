@@ -70,6 +70,7 @@ def mode_lines(config: Config, inputs: Inputs, store: Store, *, total_steps: int
         device,
         allowed=inputs.family.FACTS.auto_modes,
         compiled=compiled,
+        checkpointing=config.trainer.gradient_checkpointing,
     )
     yield f"  {'auto':<18} {'nothing' if chosen.refused else chosen.way}: {chosen.reason}"
 

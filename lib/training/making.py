@@ -16,6 +16,7 @@ from lib.events import Events
 from lib.family import Family
 from lib.footprint import Needs
 from lib.hub import Base
+from lib.lowrank import Copies
 from lib.optimizers import make_optimizer, usable
 from lib.recomputing import recompute
 from lib.records import compute_dtype
@@ -45,25 +46,7 @@ def make_trainer(
     chosen = levers.choose(
         config, device=device, total_steps=total_steps, events=events, needs=needs
     )
-    dtype = compute_dtype(mode)
-    # Layers in few bits go to the device one by one: the dense base need not fit there.
-    first = torch.device("cpu") if mode in frozen.KINDS else device
-    denoiser = family.load_denoiser(base, dtype=dtype, device=first)
-    injected = adapter.inject(denoiser, config.adapter, seed=config.seed)
-    _record_matches(injected, events)
-    if config.adapter.dropout > 0:
-        denoiser.train()
-    weights = bind(
-        denoiser,
-        injected.parameters,
-        shared=family.FACTS.shared_inputs,
-        mode=mode,
-        device=device,
-        dtype=dtype,
-        scale=adapter.scale_of(config.adapter),
-        dropout=config.adapter.dropout > 0,
-    )
-    _record_precision(mode, denoiser, events)
+    denoiser, injected, weights = _adapted(config, family, base, events, device=device)
     fixed_text = family.FACTS.caption_rule["positions"] == "all"
     _engage(chosen, denoiser, fixed_text=fixed_text, dropout=config.adapter.dropout > 0)
     optimizer = usable(config.optimizer, device=device, events=events, team=team)
@@ -73,7 +56,7 @@ def make_trainer(
         parameters=injected.parameters,
         optimizer=make_optimizer(injected.parameters.values(), optimizer),
         device=device,
-        autocast_dtype=None if mode == "fp32" else dtype,
+        autocast_dtype=None if mode == "fp32" else compute_dtype(mode),
         max_grad_norm=config.trainer.max_grad_norm,
         seed=config.seed,
         dropout=config.adapter.dropout,
@@ -90,6 +73,33 @@ def make_trainer(
         flash4=chosen.flash4,
         uncompile=partial(_uncompile, denoiser, events) if chosen.compile else None,
     )
+
+
+def _adapted(
+    config: Config, family: Family, base: Base, events: Events, *, device: torch.device
+) -> tuple[Any, adapter.Injected, Copies]:
+    """The denoiser on the device in the run's precision, its adapter, and what is kept of that."""
+    mode, drops = config.precision.mode, config.adapter.dropout > 0
+    dtype = compute_dtype(mode)
+    # Layers in few bits go to the device one by one: the dense base need not fit there.
+    first = torch.device("cpu") if mode in frozen.KINDS else device
+    denoiser = family.load_denoiser(base, dtype=dtype, device=first)
+    injected = adapter.inject(denoiser, config.adapter, seed=config.seed)
+    _record_matches(injected, events)
+    if drops:
+        denoiser.train()
+    copies = bind(
+        denoiser,
+        injected.parameters,
+        shared=family.FACTS.shared_inputs,
+        mode=mode,
+        device=device,
+        dtype=dtype,
+        scale=adapter.scale_of(config.adapter),
+        dropout=drops,
+    )
+    _record_precision(mode, denoiser, events)
+    return denoiser, injected, copies
 
 
 def _check_precision(mode: str, device: torch.device) -> None:

@@ -30,6 +30,7 @@ from lib.training.step import Trainer
 from lib.training.watching import Watch, micro_batch_of, watching
 
 Upstream = Mapping[str, Manifest]
+CHECKPOINTS = "checkpoints"
 WHY = {"resume": "an earlier attempt stopped", "extend": "trainer.extend"}
 
 
@@ -56,8 +57,7 @@ def train_run(
     trainer = make_trainer(
         config, family, base, events, total_steps=total_steps, team=team, needs=needs
     )
-    folder = claim.folder / "checkpoints"
-    start, seen = _restore_together(trainer, folder, claim.key, extends=extends, events=events)
+    start, seen = _restore_together(trainer, claim, extends=extends, events=events)
     assembler = make_assembler(config, family, base, upstream=upstream, store=store, team=team)
     groups = assembler.plan.groups(start, total_steps)
     watched = (
@@ -75,8 +75,7 @@ def train_run(
         if team.leads
         else nullcontext(Watch(config, total_steps, None, None))
     )
-    kernels = levers.kernels(config, flash4=trainer.flash4)
-    with stopping.deferring(), kernels, watched as watch:
+    with stopping.deferring(), levers.kernels(config, flash4=trainer.flash4), watched as watch:
         watch.begin(start)
         finished = train(
             trainer,
@@ -84,7 +83,7 @@ def train_run(
             config=config,
             total_steps=total_steps,
             num_samples_seen=seen,
-            folder=folder,
+            folder=claim.folder / CHECKPOINTS,
             train_key=claim.key,
             events=events,
             after_step=watch,
@@ -143,9 +142,10 @@ def _maker(assembler: Assembler, trainer: Trainer) -> Callable[[Group], StepBatc
 
 
 def _restore_together(
-    trainer: Trainer, folder: Path, key: str, *, extends: Extended | None, events: Events
+    trainer: Trainer, claim: Claim, *, extends: Extended | None, events: Events
 ) -> tuple[int, int]:
     """Steps done and samples seen of the checkpoint that every process has put back, 0 if none."""
+    folder, key = claim.folder / CHECKPOINTS, claim.key
 
     def first() -> dict[str, Any]:
         source, latest = _newest(folder, key, extends=extends, events=events)

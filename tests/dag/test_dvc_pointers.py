@@ -70,6 +70,7 @@ OTHERS = {
     "timesteps.shift_by": "tokens",
     "optimizer.name": "another",
     "lr_schedule.name": "cosine",
+    "trainer.gradient_checkpointing": "always",
     "trainer.compile": "never",
     "trainer.cuda_graphs": "never",
     "trainer.attention": "flash",
@@ -129,5 +130,7 @@ def test_no_setting_enters_a_key_without_its_stage_or_one_upstream_showing_it_to
                 assert any(new_shown[s] != shown[s] for s in graph.order(stage)), (setting, stage)
     assert {"optimizer.lr", "buckets.step", "captions.max_length", "export.dtype"} <= moved
     levers = {"trainer.compile", "trainer.cuda_graphs", "trainer.attention"}
+    levers |= {"trainer.gradient_checkpointing"}
     assert levers <= OTHERS.keys()
+    levers |= {"trainer.cudnn_benchmark", "trainer.deterministic", "precision.redecide"}
     assert not {"trainer.save_every", "encode.batch_size", "latents.max_bytes", *levers} & moved

@@ -8,7 +8,7 @@ import torch
 
 MODES = {
     "bf16": ("precision=bf16",),
-    "gradient checkpointing": ("trainer.gradient_checkpointing=true",),
+    "gradient checkpointing": ("trainer.gradient_checkpointing=always",),
     "micro-batch of one": ("trainer.micro_batch=1",),
 }
 
@@ -38,7 +38,7 @@ def test_every_way_to_save_memory_teaches_the_same(mode, learnt, tmp_path):
 
 def test_gradient_checkpointing_teaches_what_is_taught_without(learnt, tmp_path):
     plain = learnt(root=tmp_path / "plain")
-    other = learnt("trainer.gradient_checkpointing=true", root=tmp_path / "other")
+    other = learnt("trainer.gradient_checkpointing=always", root=tmp_path / "other")
     assert all(tensor.any() for tensor in other.values())
     for name, tensor in plain.items():
         torch.testing.assert_close(other[name], tensor, rtol=1e-3, atol=1e-6)

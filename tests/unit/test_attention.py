@@ -59,6 +59,13 @@ def test_the_probe_s_attention_has_a_gradient_for_each_input():
     assert all(g.shape == answer.shape and g.any() and g.isfinite().all() for g in gradients)
 
 
+def test_the_probe_tells_rounding_from_wrong_numbers():
+    exact = attention._attended(CPU, SDPBackend.MATH)
+    rounded = attention._attended(CPU, SDPBackend.FLASH_ATTENTION)
+    apart = [(a - b).norm() / b.norm() for a, b in zip(rounded, exact, strict=True)]
+    assert 0 < max(apart) < attention.NEAR / 3
+
+
 def test_torch_is_handed_as_many_numbers_as_it_asks_for(monkeypatch):
     interface = types.ModuleType("flash_attn.cute.interface")
     interface._flash_attn_fwd = lambda *_, **__: ("out", "lse", None, None, None)

@@ -75,9 +75,7 @@ def test_every_record_is_stored_once_and_told_in_order(kept, store, writers):
 
 
 @pytest.mark.parametrize("writers", [0, 1, 3])
-def test_what_fails_or_is_not_finite_is_named_and_the_others_are_kept(
-    kept, store, writers
-):
+def test_what_fails_or_is_not_finite_is_named_and_the_others_are_kept(kept, store, writers):
     records = some(20)
     records["n4"] = Failed("could not be encoded", remedy="free memory")
     records["n11"] = {"mean": torch.tensor([float("nan")])}

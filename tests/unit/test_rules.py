@@ -11,7 +11,7 @@ NAN, INF = "nan", float("inf")
 
 # setting -> values that break its rule
 BROKEN = {
-    "precision.mode": ["fp16", "auto", ""],
+    "precision.mode": ["fp16", "automatic", ""],
     "dataset.trigger": ["", " ", " sks", "a\nb"],
     "dataset.prefix": ["", " \n"],
     "dataset.background": ["", "white", "#fff", "#12345g", "102030", "#1020300"],
@@ -56,6 +56,7 @@ BROKEN = {
     "trainer.micro_batch": [0, -1, 65],
     "trainer.max_grad_norm": [-1.0, 1e7, NAN, INF],
     "trainer.save_every": [0, -1, 100_001],
+    "trainer.gradient_checkpointing": ["", "sometimes"],
     "trainer.compile": ["", "sometimes"],
     "trainer.cuda_graphs": ["", "always"],
     "trainer.attention": ["", "cudnn"],
@@ -149,6 +150,11 @@ CROSS = [
     ({"adapter.alpha": NAN}, "adapter.alpha=nan", "above 0"),
     ({"adapter.alpha": INF}, "adapter.alpha=inf", "above 0"),
     ({"adapter.alpha": 0.0, "adapter.rank": 0}, "adapter.rank=0", "1 to 320"),
+    (
+        {"trainer.deterministic": True, "trainer.cudnn_benchmark": True},
+        "trainer.cudnn_benchmark=True",
+        "from run to run",
+    ),
 ]
 WITHOUT_EFFECT = [
     ({"lr_schedule.warmup_steps": 5}, "lr_schedule.warmup_steps=5"),
@@ -171,6 +177,8 @@ WITHOUT_EFFECT = [
     ({"family.revision": "main"}, "family.revision=main"),
     ({"validation.every": 7}, "validation.every=7"),
     ({"validation.num_draws": 3}, "validation.num_draws=3"),
+    ({"precision.redecide": True}, "precision.redecide=True"),
+    ({"precision.mode": "fp8", "precision.redecide": True}, "precision.redecide=True"),
 ]
 
 
@@ -206,6 +214,8 @@ def test_an_option_without_effect_is_refused_with_what_would_give_it_one(setting
         {"trainer.max_steps": None, "trainer.num_epochs": 2},
         {"buckets.resolution": 96, "buckets.step": 32},
         {"validation.fraction": 0.2, "validation.every": 7, "validation.num_draws": 3},
+        {"precision.mode": "auto", "precision.redecide": True},
+        {"trainer.deterministic": True, "trainer.cudnn_benchmark": False},
     ],
 )
 def test_where_an_option_has_an_effect_it_is_accepted(settings, valid):
