@@ -208,6 +208,7 @@ def in_nf4(weight: torch.Tensor) -> dict[str, torch.Tensor]:
     """A weight as a layer's parts."""
     from bitsandbytes import functional as bnb  # type: ignore[import-not-found]
 
+    state: Any
     packed, state = bnb.quantize_4bit(
         weight.contiguous(), blocksize=NF4_BLOCK, compress_statistics=True, quant_type="nf4"
     )
