@@ -24,14 +24,13 @@ os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
 import torch
 import yaml
 
-from bench.full_size import CONF, DTYPE, RANK, make_batch, make_denoiser
+from bench.full_size import CONF, RANK, make_batch, make_denoiser
 from bench.full_size_bases import FULL
-from bench.train_step import RATE, Bench, Case
+from bench.train_step import RATE, Bench, Case, plain_step
 from lib import adapter, attention, families
 from lib.batches import Batch, StepBatches
 from lib.device import pick_device, release
 from lib.family import Family
-from lib.objectives import per_sample_loss
 from lib.optimizers import make_optimizer
 from lib.schema import AdapterConfig, OptimizerConfig
 
@@ -78,20 +77,10 @@ def plain(bench: Bench, given: Sequence[Batch], *, seed: int) -> Curve:
     config = AdapterConfig(rank=RANK, alpha=float(RANK), targets=list(bench.preset["targets"]))
     parameters = list(adapter.inject(denoiser, config, seed=seed).parameters.values())
     optimizer = make_optimizer(parameters, OptimizerConfig(lr=RATE))
-    losses = []
-    for batch in given:
-        here = batch.to(bench.device)
-        with torch.autocast(bench.device.type, DTYPE):
-            answer = bench.family.predict(
-                denoiser, here.noisy, here.level, conditioning=here.conditioning, guidance=1.0
-            )
-        loss = per_sample_loss(answer, here.target).mean()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        losses.append(loss.item())
-    return losses
+    return [
+        plain_step(bench.family, denoiser, parameters, optimizer, batch.to(bench.device))
+        for batch in given
+    ]
 
 
 def ours(bench: Bench, given: Sequence[Batch], case: Case) -> Curve:

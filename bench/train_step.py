@@ -15,7 +15,7 @@ import os
 import statistics
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -170,23 +170,7 @@ class Bench:
         optimizer = make_optimizer(parameters, OptimizerConfig(lr=RATE))
         batch = self.batch(case).to(self.device)
 
-        def step() -> float:
-            with torch.autocast(self.device.type, DTYPE):
-                answer = self.family.predict(
-                    self.denoiser,
-                    batch.noisy,
-                    batch.level,
-                    conditioning=batch.conditioning,
-                    guidance=1.0,
-                )
-            loss = per_sample_loss(answer, batch.target).mean()
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            return loss.item()
-
-        return step
+        return lambda: plain_step(self.family, self.denoiser, parameters, optimizer, batch)
 
     def flops(self, case: Case) -> float:
         """Of one plain step without recomputation, by torch's counter."""
@@ -222,6 +206,26 @@ class Bench:
             f"| {name} | {case} | {1000 * took:.1f} | {1 / took:.2f} | {case.batch / took:.2f} | "
             f"{peak:.1f} | {rate / 1e12:.0f} | {100 * rate / self.ceiling:.0f} % | {first:.0f} |"
         )
+
+
+def plain_step(
+    family: Family,
+    denoiser: Any,
+    parameters: Sequence[torch.nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    batch: Batch,
+) -> float:
+    """A step of the public scripts, over a batch on the device; its loss."""
+    with torch.autocast(batch.noisy.device.type, DTYPE):
+        answer = family.predict(
+            denoiser, batch.noisy, batch.level, conditioning=batch.conditioning, guidance=1.0
+        )
+    loss = per_sample_loss(answer, batch.target).mean()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return loss.item()
 
 
 HEADER = (

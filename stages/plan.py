@@ -27,7 +27,7 @@ def show_plan(config: Config, _summary: Summary) -> int:
         *memory_lines(config, inputs, opened.store, total_steps=trained.total),
     ]
     if MODES in sys.argv[1:]:
-        lines += mode_lines(config, inputs, opened.store, total_steps=trained.total)
+        lines += mode_lines(config, inputs, opened.store)
     print("\n".join(lines))
     return 0
 

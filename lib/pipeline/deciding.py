@@ -1,9 +1,12 @@
 """`precision=auto`: decided once for a request and kept in the store (design 3 and 8)."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lib import files
 from lib.errors import InputRefused, Problem
@@ -15,6 +18,9 @@ from lib.pipeline.budget import needs_of
 from lib.pipeline.contract import Inputs
 from lib.schema import AUTO, Config, with_mode
 from lib.store import Store
+
+if TYPE_CHECKING:
+    from lib.choosing import Choice
 
 
 @dataclass(frozen=True)
@@ -60,7 +66,8 @@ def _given(config: Config, inputs: Inputs) -> Config:
     return with_mode(config, kind) if config.precision.mode == AUTO and kind else config
 
 
-def _measured(config: Config, inputs: Inputs, store: Store) -> Decision:
+def choice_of(config: Config, inputs: Inputs, store: Store) -> Choice:
+    """The way that this machine would run a request now."""
     from lib import choosing, levers
     from lib.device import pick_device, release
 
@@ -68,13 +75,17 @@ def _measured(config: Config, inputs: Inputs, store: Store) -> Decision:
     release()
     steps = train.total_steps(config, inputs)
     compiled, _ = levers.compiles(config.trainer.compile, device, steps)
-    choice = choosing.choose(
+    return choosing.choose(
         needs_of(config, inputs, store),
         device,
         allowed=inputs.family.FACTS.auto_modes,
         compiled=compiled,
         checkpointing=config.trainer.gradient_checkpointing,
     )
+
+
+def _measured(config: Config, inputs: Inputs, store: Store) -> Decision:
+    choice = choice_of(config, inputs, store)
     if choice.refused:
         remedy = "smaller buckets.resolution or trainer.micro_batch, or another GPU"
         raise InputRefused(Problem(f"precision.mode={AUTO}", choice.reason, remedy=remedy))

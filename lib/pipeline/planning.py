@@ -8,6 +8,7 @@ from lib.few_bits import MODES
 from lib.footprint import Way, compiles, in_gib
 from lib.pipeline.budget import needs_of, work_of
 from lib.pipeline.contract import Inputs, StagePlan
+from lib.pipeline.deciding import choice_of
 from lib.schema import AUTO, Config
 from lib.store import Store
 
@@ -53,9 +54,9 @@ def memory_lines(
         yield f"  {mode:<18} {plain:>10} {again:>10}{own}"
 
 
-def mode_lines(config: Config, inputs: Inputs, store: Store, *, total_steps: int) -> Iterator[str]:
+def mode_lines(config: Config, inputs: Inputs, store: Store) -> Iterator[str]:
     """Which precisions this machine can compute, why not the others, and what `auto` would take."""
-    from lib import choosing, levers
+    from lib import choosing
     from lib.device import name_of, pick_device
 
     device = pick_device()
@@ -64,14 +65,7 @@ def mode_lines(config: Config, inputs: Inputs, store: Store, *, total_steps: int
         yield f"  {mode:<18} {choosing.fault_of(mode, device) or 'can be computed'}"
     if not _is_measurable(inputs):
         return
-    compiled, _ = levers.compiles(config.trainer.compile, device, total_steps)
-    chosen = choosing.choose(
-        needs_of(config, inputs, store),
-        device,
-        allowed=inputs.family.FACTS.auto_modes,
-        compiled=compiled,
-        checkpointing=config.trainer.gradient_checkpointing,
-    )
+    chosen = choice_of(config, inputs, store)
     yield f"  {'auto':<18} {'nothing' if chosen.refused else chosen.way}: {chosen.reason}"
 
 

@@ -42,6 +42,18 @@ class NoNumbers(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+def predicts_without_numbers(family, denoiser, records, *, noisy):
+    """Fails where a prediction, once its shape is known, makes a tensor of a number."""
+    made, levels = family.conditioning(records, ()), torch.tensor([0.3, 0.517])
+
+    def predict():
+        return family.predict(denoiser, noisy, levels, conditioning=made, guidance=1.0)
+
+    predict()  # what is made once, for each shape
+    with NoNumbers():
+        predict()
+
+
 def make_base(family, folder):
     """The family's tiny base, saved under the folder."""
     family.build_tiny(folder / "tiny")

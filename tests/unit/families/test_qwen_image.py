@@ -335,14 +335,7 @@ def test_texts_of_one_length_have_no_mask(encoders):
 
 def test_a_prediction_of_padded_texts_makes_no_tensor_of_a_number(encoders, denoiser):
     records = family.encode_captions(encoders, [SHORT, LONG], max_length=LENGTH)
-    made, levels = family.conditioning(records, ()), torch.tensor([0.3, 0.517])
-
-    def predict():
-        return family.predict(denoiser, drawn(*NOISE), levels, conditioning=made, guidance=1.0)
-
-    predict()  # what is made once, for each shape
-    with reference.NoNumbers():
-        predict()
+    reference.predicts_without_numbers(family, denoiser, records, noisy=drawn(*NOISE))
 
 
 def test_a_half_precision_base_predicts_under_autocast(base, encoders):
