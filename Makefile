@@ -33,7 +33,7 @@ ui: install ## show the record of all runs in a browser; the first use installs 
 test: lint ## format, lint, contracts, types, tests
 	@$(BIN)/python -m pytest -q -n auto --dist worksteal -m "not nightly"
 
-test-all: lint ## the same with the tests that start command after command: half an hour
+test-all: lint ## the same with the tests marked nightly, mostly longer variants: half an hour
 	@$(BIN)/python -m pytest -q -n auto --dist worksteal
 
 lint: install ## everything that `make test` checks without running the code

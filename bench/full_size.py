@@ -132,7 +132,13 @@ def make_trainer(
 
 
 def make_batch(
-    family: Family, recipe: Mapping[str, Any], preset: Mapping[str, Any], *, side: int
+    family: Family,
+    recipe: Mapping[str, Any],
+    preset: Mapping[str, Any],
+    *,
+    side: int,
+    words: int = WORDS,
+    spoken: int | None = None,
 ) -> Batch:
     """One random picture with a random caption, at the level of a seed's first draw."""
     torch.manual_seed(1)
@@ -149,21 +155,37 @@ def make_batch(
         level=levels,
         weights=torch.ones(1),
         loss_weights=process.loss_weight(levels, ObjectiveConfig()),
-        conditioning=make_conditioning(family, recipe, preset, side=side),
+        conditioning=make_conditioning(
+            family, recipe, preset, side=side, words=words, spoken=spoken
+        ),
         names=("random",),
     )
 
 
 def make_conditioning(
-    family: Family, recipe: Mapping[str, Any], preset: Mapping[str, Any], *, side: int
+    family: Family,
+    recipe: Mapping[str, Any],
+    preset: Mapping[str, Any],
+    *,
+    side: int,
+    words: int = WORDS,
+    spoken: int | None = None,
 ) -> Conditioning:
-    """All positions where the family keeps them; else a caption of a few dozen tokens."""
+    """All positions where the family keeps them; else a caption of so many tokens.
+
+    If only `spoken` of them are its own, it is padded as beside a longer one in its micro-batch.
+    """
     every = family.FACTS.caption_rule["positions"] == "all"
-    length = preset["max_length"] if every else WORDS
-    shapes = family.caption_shapes(recipe, max_length=length)
-    record = {name: torch.randn(shape).to(DTYPE) for name, shape in shapes.items()}
+    longest = preset["max_length"] if every else words
+    lengths = [longest] if spoken in (None, longest) else [spoken, longest]
+    parts = {name: part for name, part in recipe.items() if isinstance(part, Mapping)}
+    records = []
+    for length in lengths:
+        shapes = family.caption_shapes(parts, max_length=length)
+        records.append({name: torch.randn(shape).to(DTYPE) for name, shape in shapes.items()})
     frame = Frame(original=(side, side), crop=(0, 0), size=(side, side))
-    return family.conditioning([record], [frame])
+    found = family.conditioning(records, [frame] * len(records)).in_few_lengths()
+    return Conditioning({name: t[:1] for name, t in found.items()}, found.lengths[:1])
 
 
 def waits_in_predict(trainer: Trainer, batch: Batch) -> tuple[int, int]:

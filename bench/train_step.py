@@ -1,9 +1,13 @@
 """One training step of a full-size denoiser with random weights: ours beside two common loops.
 
     python -m bench.train_step flux --cases bf16:512:1 fp8:512:4 [--plain] [--profile] [--tiny]
+    python -m bench.train_step krea2 --words 512 --spoken 72
 
 A case is precision:pixels:batch with options after it, as in `nf4:512:1:checkpointing`,
-`nf4:512:1:checkpointing=40` (blocks) or `bf16:512:1:eager` (neither compiled nor captured).
+`nf4:512:1:checkpointing=40` (blocks), `bf16:512:1:eager` (neither compiled nor captured), or one
+alone of `compiled` and `graph`. A family that stores captions at their own length has one of
+`--words` tokens, of which `--spoken` are its own and the rest is masked padding, as a caption has
+beside a longer one in its micro-batch.
 `--plain` adds (a) the plain eager loop with checkpointing and (b) regional compile with dynamic
 shapes and checkpointing, at each size in bf16. What a step learns: `bench.parity`.
 Prints steps/s, samples/s, peak memory, TFLOP/s and the share of the measured matmul ceiling.
@@ -15,7 +19,7 @@ import os
 import statistics
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,9 +29,9 @@ os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
 import torch
 import yaml
 
-from bench.full_size import CONF, DTYPE, make_adapter, make_batch, make_denoiser
+from bench.full_size import CONF, DTYPE, WORDS, make_adapter, make_batch, make_denoiser
 from bench.full_size_bases import FULL
-from lib import attention, ema, families
+from lib import attention, ema, families, texts
 from lib.batches import Batch, StepBatches
 from lib.binding import bind
 from lib.compiling import compile_blocks, run_as_written
@@ -36,6 +40,7 @@ from lib.family import Conditioning, Family
 from lib.objectives import per_sample_loss
 from lib.optimizers import make_optimizer
 from lib.recomputing import recompute
+from lib.records import compute_dtype
 from lib.replays import Replays
 from lib.schema import OptimizerConfig
 from lib.training.step import Trainer
@@ -71,6 +76,8 @@ class Bench:
     preset: Mapping[str, Any]
     device: torch.device
     ceiling: float  # measured FLOP/s of a large bf16 product
+    words: int = WORDS  # text tokens of a caption, where they are not all stored
+    spoken: int | None = None  # of those its own; None: all
     denoiser: Any = None
     injected: Any = None
     mode: str = ""
@@ -82,12 +89,20 @@ class Bench:
         release()
         began = time.perf_counter()
         self.denoiser = make_denoiser(self.family, self.recipe, device=self.device)
+        as_loaded(self.family)
         self.injected = make_adapter(self.denoiser, self.preset)
         self.mode = "plain"
         print(f"  made in {time.perf_counter() - began:.0f} s", flush=True)
 
     def batch(self, case: Case) -> Batch:
-        one = make_batch(self.family, self.recipe, self.preset, side=case.side)
+        one = make_batch(
+            self.family,
+            self.recipe,
+            self.preset,
+            side=case.side,
+            words=self.words,
+            spoken=self.spoken,
+        )
         conditioning = Conditioning(
             {n: t.expand(case.batch, *t.shape[1:]).clone() for n, t in one.conditioning.items()},
             one.conditioning.lengths * case.batch,
@@ -101,13 +116,16 @@ class Bench:
         torch._dynamo.reset()
         if self.mode not in ("plain", "bf16"):
             self.fresh()
+        dtype = compute_dtype(case.mode)
+        if dtype != DTYPE:
+            self.denoiser.to(dtype)
         weights = bind(
             self.denoiser,
             self.injected.parameters,
             shared=self.family.FACTS.shared_inputs,
             mode=case.mode,
             device=self.device,
-            dtype=DTYPE,
+            dtype=dtype,
             scale=1.0,
         )
         self.mode = case.mode
@@ -127,7 +145,7 @@ class Bench:
             parameters=self.injected.parameters,
             optimizer=optimizer,
             device=self.device,
-            autocast_dtype=DTYPE,
+            autocast_dtype=None if case.mode == "fp32" else dtype,
             max_grad_norm=1.0,
             seed=0,
             dropout=0.0,
@@ -208,6 +226,14 @@ class Bench:
         )
 
 
+def as_loaded(family: Family) -> None:
+    """What loading a base changes in diffusers besides: a denoiser made here is not loaded."""
+    if family.FACTS.name == "qwen_image":
+        from diffusers.models.transformers import transformer_qwenimage
+
+        transformer_qwenimage.compute_text_seq_len_from_mask = family._text_length  # type: ignore[attr-defined]
+
+
 def plain_step(
     family: Family,
     denoiser: Any,
@@ -260,55 +286,100 @@ def profiled(step: Callable[[], Any]) -> None:
         torch.cuda.synchronize()
     print(
         found.key_averages().table(
-            sort_by="self_cuda_time_total", row_limit=28, max_name_column_width=90
+            sort_by="self_cuda_time_total", row_limit=80, max_name_column_width=110
         )
     )
 
 
-def main() -> None:
+def parsed(words: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("family")
+    parser.add_argument("family", choices=sorted(FULL))
     parser.add_argument("--cases", nargs="*", default=["bf16:512:1"])
+    parser.add_argument("--words", type=int, help=f"text tokens of a caption, padded ({WORDS})")
+    parser.add_argument("--spoken", type=int, help="how many of them are its own (all)")
     parser.add_argument("--plain", action="store_true")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--flash4", action="store_true", help="FlashAttention-4's kernels")
-    arguments = parser.parse_args()
-    family = families.get(arguments.family)
-    preset = yaml.safe_load((CONF / f"{arguments.family}.yaml").read_text())["preset"]
-    device = pick_device()
+    asked = parser.parse_args(words)
+    for fault in faults_of_texts(families.get(asked.family), asked.words, asked.spoken):
+        parser.error(fault)
+    return asked
+
+
+def faults_of_texts(family: Family, words: int | None, spoken: int | None) -> Iterator[str]:
+    """What is wrong with lengths of text; an option that would have no effect is refused."""
+    facts, longest = family.FACTS, words if words is not None else WORDS
+    if words is None and spoken is None:
+        return
+    if facts.caption_rule["positions"] == "all":
+        yield f"--words, --spoken: the captions of {facts.name} have one length"
+    if not facts.min_text_tokens <= longest <= facts.max_text_tokens:
+        yield f"--words {longest}: {facts.min_text_tokens} to {facts.max_text_tokens} are allowed"
+    if spoken is not None and facts.caption_rule["mask"] is None:
+        yield f"--spoken: no padding reaches the denoiser of {facts.name}"
+    if spoken is not None and not 1 <= spoken <= longest:
+        yield f"--spoken {spoken}: 1 to {longest} are allowed"
+    if spoken not in (None, longest) and longest % texts.MULTIPLE:
+        yield f"--words {longest}: training pads to multiples of {texts.MULTIPLE}"
+
+
+def measured(bench: Bench, cases: Sequence[Case], *, plain: bool, profile: bool) -> list[str]:
+    """A row of each case; of the common loops too, if they are asked for."""
+    rows: list[str] = []
+    counted: dict[tuple[int, int], float] = {}
+
+    def row(name: str, case: Case, step: Callable[[], Any]) -> None:
+        flops = counted.get((case.side, case.batch), 0.0)
+        rows.append(bench.measure(name, case, step, flops))
+        print(rows[-1], flush=True)
+
+    bench.fresh()
+    for size in dict.fromkeys((case.side, case.batch) for case in cases):
+        case = Case("bf16", *size)
+        try:
+            counted[size] = bench.flops(case)
+            for name, compiled in (("eager", False), ("compiled, dynamic", True)) * plain:
+                row(name, case, bench.common(case, compiled=compiled))
+        except Exception:  # noqa: BLE001  # one case must not end the others
+            traceback.print_exc()
+    for case in cases:
+        try:
+            step = bench.ours(case)
+            row("ours", case, step)
+            if profile:
+                profiled(step)
+            del step
+        except Exception:  # noqa: BLE001  # one case must not end the others
+            traceback.print_exc()
+    return rows
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    asked = parsed(words)
+    family, device = families.get(asked.family), pick_device()
+    preset = yaml.safe_load((CONF / f"{asked.family}.yaml").read_text())["preset"]
     ceiling = ceiling_of(device)
     print(f"torch {torch.__version__}, matmul ceiling {ceiling / 1e12:.0f} TFLOP/s", flush=True)
-    recipe = family.TINY if arguments.tiny else FULL[arguments.family]
-    bench = Bench(family, recipe, preset, device, ceiling)
-    rows, counted = [HEADER], {}
-    cases = [Case.of(text) for text in arguments.cases]
-    with attention.engaged(flash4=arguments.flash4):
-        bench.fresh()
-        for size in dict.fromkeys((case.side, case.batch) for case in cases):
-            plain = Case("bf16", *size)
-            try:
-                counted[size] = bench.flops(plain)
-                if arguments.plain:
-                    for name, compiled in (("eager", False), ("compiled, dynamic", True)):
-                        step = bench.common(plain, compiled=compiled)
-                        rows.append(bench.measure(name, plain, step, counted[size]))
-                        print(rows[-1], flush=True)
-            except Exception:  # noqa: BLE001  # one case must not end the others
-                traceback.print_exc()
-        for case in cases:
-            try:
-                step = bench.ours(case)
-                rows.append(
-                    bench.measure("ours", case, step, counted.get((case.side, case.batch), 0))
-                )
-                print(rows[-1], flush=True)
-                if arguments.profile:
-                    profiled(step)
-                del step
-            except Exception:  # noqa: BLE001  # one case must not end the others
-                traceback.print_exc()
-    print("\n" + "\n".join(rows), flush=True)
+    bench = Bench(
+        family,
+        family.TINY if asked.tiny else FULL[asked.family],
+        preset,
+        device,
+        ceiling,
+        words=asked.words or WORDS,
+        spoken=asked.spoken,
+    )
+    if family.FACTS.caption_rule["positions"] != "all":
+        print(f"{bench.words} text tokens, its own: {bench.spoken or bench.words}", flush=True)
+    with attention.engaged(flash4=asked.flash4):
+        rows = measured(
+            bench,
+            [Case.of(text) for text in asked.cases],
+            plain=asked.plain,
+            profile=asked.profile,
+        )
+    print("\n" + "\n".join([HEADER, *rows]), flush=True)
 
 
 if __name__ == "__main__":

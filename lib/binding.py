@@ -6,14 +6,16 @@ The adapter is injected before (PEFT knows dense layers); quantisation comes aft
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from lib import frozen, prequantised
+from lib.copies import Copies
 from lib.few_bits import in_few_bits
-from lib.lowrank import ADAPTER, AdaptedLinear, Copies, Group, SharingLinear
+from lib.lowrank import ADAPTER, AdaptedLinear, Group, SharingLinear
 
 Layer = AdaptedLinear | SharingLinear
 
@@ -39,9 +41,9 @@ def bind(
     quantised = set(quantisable(denoiser)) if quantises else set()
     layers = dict(linears(denoiser))
     groups = []
-    for names in _grouped(denoiser, layers, [] if dropout else shared):
+    for names in _grouped(denoiser, layers, [] if dropout else shared, dtype=dtype):
         kind = mode if quantised.issuperset(names) else ""
-        groups.append(_group(denoiser, layers, names, kind=kind, device=device))
+        groups.append(_group(denoiser, layers, names, kind=kind, device=device, dtype=dtype))
     for name, layer in dict(linears(denoiser)).items():
         if name in quantised and isinstance(layer, nn.Linear):
             _replace(denoiser, name, frozen.KINDS[mode](layer.to(device)))
@@ -84,14 +86,19 @@ def _base(layer: Any) -> Any:
 
 
 def _grouped(
-    denoiser: Any, layers: Mapping[str, Any], shared: Sequence[Sequence[str]]
+    denoiser: Any,
+    layers: Mapping[str, Any],
+    shared: Sequence[Sequence[str]],
+    *,
+    dtype: torch.dtype,
 ) -> Iterator[tuple[str, ...]]:
     """The declared groups that this denoiser has, then every other adapted layer by itself."""
+    may_join = partial(_alike, layers, dtype=dtype)
     taken: set[str] = set()
     for members in shared:
         for parent, _ in denoiser.named_modules():
             names = tuple(f"{parent}.{member}" if parent else member for member in members)
-            if layers.keys() >= set(names) and not taken & set(names) and _alike(layers, names):
+            if layers.keys() >= set(names) and not taken & set(names) and may_join(names):
                 taken |= set(names)
                 yield names
     for name, layer in layers.items():
@@ -99,15 +106,21 @@ def _grouped(
             yield (name,)
 
 
-def _alike(layers: Mapping[str, Any], names: Sequence[str]) -> bool:
-    """Whether one product can stand for all: alike in kind, features, dtype, a bias or none."""
+def _alike(layers: Mapping[str, Any], names: Sequence[str], *, dtype: torch.dtype) -> bool:
+    """Whether one product can stand for all: in the run's precision, of one kind and input."""
     bases = [_base(layers[name]) for name in names]
-    kinds = {(type(b), b.in_features, b.weight.dtype, b.bias is None) for b in bases}
-    return len(kinds) == 1 and prequantised.may_join(bases)
+    kinds = {(type(b), b.in_features, b.weight.dtype == dtype, b.bias is None) for b in bases}
+    return len(kinds) == 1 and bases[0].weight.dtype == dtype and prequantised.may_join(bases)
 
 
 def _group(
-    denoiser: Any, layers: Mapping[str, Any], names: Sequence[str], *, kind: str, device: Any
+    denoiser: Any,
+    layers: Mapping[str, Any],
+    names: Sequence[str],
+    *,
+    kind: str,
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> Group:
     members: list[Any] = [_member(denoiser, name, layers[name]) for name in names]
     bases = [member.base_layer.to(device) for member in members]
@@ -117,11 +130,13 @@ def _group(
         whole = frozen.KINDS[kind](whole)
     if isinstance(whole, frozen.FrozenLinear):
         _hand_parts(members, whole, sizes)
+    elif whole.weight.dtype == dtype:
+        whole = frozen.DenseLinear(whole)
     group = Group(members, whole, sizes)
     for place, member in enumerate(members):
         member.group, member.place = group, place
-    if len(members) == 1:
-        group.dropout = members[0].lora_dropout[ADAPTER]
+    drops = members[0].lora_dropout[ADAPTER] if len(members) == 1 else None
+    group.dropout = drops if isinstance(drops, nn.Dropout) else None
     return group
 
 

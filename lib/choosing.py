@@ -19,11 +19,11 @@ BESIDE = GIB  # what libraries, graphs and gaps between tensors take
 FASTEST = (
     Way("fp8", False),
     Way("bf16", False),
-    Way("nf4", False),
     Way("int8", False),
+    Way("nf4", False),
     Way("bf16", True),
-    Way("nf4", True),
     Way("int8", True),
+    Way("nf4", True),
 )
 ASKED = {"auto": (False, True), "always": (True,), "never": (False,)}
 NATIVE_BF16 = 8  # major capability

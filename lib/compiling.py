@@ -49,10 +49,25 @@ def compile_blocks(denoiser: Any, *, fixed_text: bool) -> None:
     config: Any = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, MOST_KINDS)
     config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, MOST_KINDS)
+    for module in denoiser.modules():
+        if type(module).__name__ in (denoiser._repeated_blocks or ()):
+            module.register_forward_hook(_apart)
     denoiser.compile_repeated_blocks(fullgraph=True, dynamic=False if fixed_text else None)
+
+
+def _apart(_module: Any, _inputs: Any, answer: Any) -> Any:
+    """A block's answers as tensors of their own.
+
+    Parts of one tensor would be cut outside the compiled block, and their gradients put together
+    there by tensors of zeros; inside, each is written where it is to be.
+    """
+    return tuple(part.clone() for part in answer) if isinstance(answer, tuple) else answer
 
 
 def run_as_written(denoiser: Any) -> None:
     """Take compilation back."""
     for module in denoiser.modules():
         module._compiled_call_impl = None
+        for key, hook in list(module._forward_hooks.items()):
+            if hook is _apart:
+                del module._forward_hooks[key]

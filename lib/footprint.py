@@ -17,13 +17,13 @@ from lib.naming import is_named
 
 Shapes = Mapping[str, Sequence[int]]
 
-# Float32 masters, gradients, those that arrive, two moments, the average; the compute copy and its
-# gradient.
-ADAPTER_BYTES = 4 * 6 + 2 * 2
+# Float32 masters, gradients, those that arrive, two moments, the average. The compute copy and its
+# gradient: of q, k and v each B is a third of a matrix, which also arrives in the run's precision.
+ADAPTER_BYTES = 4 * 6 + 10
 PASSING = 16  # hidden states of all tokens that live within a block, or within the update
 GIB = 2**30
 WORTH_COMPILING = 100  # steps that earn back the seconds which compiling takes
-WIDE_COPIES = {"int8": 2, "nf4": 1}  # of the largest layer, for the time of its product
+WIDE_COPIES = {"int8": 1, "nf4": 1}  # of the largest layer, for the time of its product
 PREVIEW_BYTES = 4096  # for each pixel of a picture that an autoencoder decodes in float32
 
 

@@ -16,14 +16,8 @@ import torch
 from torch import nn
 
 from lib.errors import InputRefused, Problem
-from lib.frozen import (
-    NESTED_BLOCK,
-    NF4_BLOCK,
-    Nf4Linear,
-    joined_bias,
-    linear_of,
-    plain_maxima,
-)
+from lib.frozen import Nf4Linear, joined_bias, linear_of
+from lib.products import NESTED_BLOCK, NF4_BLOCK, plain_maxima
 
 if TYPE_CHECKING:
     from lib.hub import Base

@@ -33,10 +33,25 @@ install_import_hook(
 )
 
 
+def pytest_sessionstart():
+    """A configuration costs a test no composition that another had made."""
+    from tests import composed
+
+    composed.install()
+
+
 def pytest_collection_finish():
     """What is there now stays: stages collect garbage after each model, and need not look at it."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def unsynced():
+    """No test cuts the power: what is written need not have reached the disk."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: None)
+        yield
 
 
 @pytest.fixture

@@ -84,7 +84,12 @@ TRACKERS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "tracker", ["none", "sqlite", pytest.param("closed port", marks=pytest.mark.nightly)]
+    "tracker",
+    [
+        pytest.param("none", marks=pytest.mark.nightly),
+        "sqlite",
+        pytest.param("closed port", marks=pytest.mark.nightly),
+    ],
 )
 def test_no_secret_is_in_anything_that_the_whole_graph_leaves_or_says(place, tracker):
     code, said = run(place, "sample", *TRACKERS[tracker](place))
@@ -109,7 +114,15 @@ def test_no_secret_is_in_what_a_sweep_leaves_or_says(place):
     assert b"job 1" in said
 
 
-@pytest.mark.parametrize("flags", [[], ["-m", "seed=1,2"], ["--cfg", "job"]], ids=str)
+@pytest.mark.parametrize(
+    "flags",
+    [
+        [],
+        pytest.param(["-m", "seed=1,2"], marks=pytest.mark.nightly),
+        pytest.param(["--cfg", "job"], marks=pytest.mark.nightly),
+    ],
+    ids=str,
+)
 def test_no_secret_is_in_a_refusal(place, flags):
     words = [
         f"tracker.uri=http://me:{LOGIN}@127.0.0.1",

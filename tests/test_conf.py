@@ -16,6 +16,7 @@ from lib import families
 from lib.schema import Config, value_of
 from stages import composing
 from stages.overrides import NAMED_VALUES
+from tests import composed
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 CONF = CHECKOUT / "conf"
@@ -25,6 +26,11 @@ GROUPS = {
     if folder.is_dir()
 }
 EXPERIMENTS = [f"+experiment={name}" for name in GROUPS["experiment"]]
+# One option of every group at a time, until each has been chosen.
+CHOICES = [
+    [f"{g}={names[n % len(names)]}" for g, names in GROUPS.items() if names and g != "experiment"]
+    for n in range(max(map(len, GROUPS.values())))
+]
 OPTIONS = [f"{g}={o}" for g, names in GROUPS.items() for o in names if g != "experiment"]
 
 # The public names with a value, the setting that it moves, and what the configuration then holds.
@@ -139,7 +145,7 @@ def _flat(values, prefix=""):
             yield prefix + name
 
 
-def _from_yaml_alone(overrides=()):
+def _from_yaml_alone(overrides):
     """Dotted names that the YAML files set, with an empty schema before them."""
     ConfigStore.instance().store(name="schema", node={})
     with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
@@ -148,14 +154,34 @@ def _from_yaml_alone(overrides=()):
     return set(_flat(plain))
 
 
-@pytest.mark.parametrize("option", [*OPTIONS, *EXPERIMENTS])
-def test_every_experiment_and_every_option_composes_and_parses(option):
-    assert isinstance(composing.compose([option]), Config)
+@pytest.mark.parametrize("choice", [*CHOICES, *([name] for name in EXPERIMENTS)], ids=" ".join)
+def test_every_experiment_and_every_option_composes_and_parses(choice):
+    assert isinstance(composing.compose(choice), Config)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ["family.base=tiny", "seed=3", "+hydra.job.env_set.A=b", "adapter.rank_pattern={to_q:8}"],
+        ["lr_schedule=cosine", "family=sdxl", "+adapter={rank:5}", "trainer.batch_size=2"],
+        [*EXPERIMENTS[:1], "optimizer.lr=0.5"],
+    ],
+    ids=" ".join,
+)
+def test_what_tests_have_composed_but_once_is_what_a_command_composes(given, monkeypatch):
+    once, again = _plain(given), _plain(given)
+    composed.withdraw(monkeypatch.setattr)
+    assert _plain(given) == once == again
+
+
+def _plain(given):
+    return OmegaConf.to_container(composing._raw(given, typed=True), resolve=False)
 
 
 def test_there_is_something_to_compose():
     """An empty list of parameters would be a test that passes for nothing."""
     assert {"family=flux", "precision=bf16", "lr_schedule=cosine"} <= set(OPTIONS)
+    assert {option for choice in CHOICES for option in choice} == set(OPTIONS)
     assert EXPERIMENTS
 
 
@@ -186,9 +212,9 @@ def test_every_setting_has_a_public_name_in_this_list():
     assert settings - experts - named == set()
 
 
-@pytest.mark.parametrize("option", ["family=flux", *OPTIONS])
-def test_every_setting_is_stated_in_yaml_and_none_only_in_the_schema(option):
-    stated = {name for name in _from_yaml_alone([option]) if not name.startswith("hydra.")}
+@pytest.mark.parametrize("choice", CHOICES, ids=" ".join)
+def test_every_setting_is_stated_in_yaml_and_none_only_in_the_schema(choice):
+    stated = {name for name in _from_yaml_alone(choice) if not name.startswith("hydra.")}
     assert stated == set(_leaves(Config))
 
 

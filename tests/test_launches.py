@@ -131,7 +131,7 @@ def test_torchrun_with_one_process_is_the_plain_command(tmp_path):
     assert names == [], "a name that a command line has to quote"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_torchrun_with_two_processes_is_one_run_with_one_voice(tmp_path):
     words = ("name=mine", "trainer.batch_size=2")
     code, errors = ended(start(tmp_path, *TORCHRUN, "2", "-m", "stages.train", *SMALL, *words))

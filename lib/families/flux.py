@@ -55,7 +55,7 @@ FACTS = Facts(
     costs=Costs(
         lists=("transformer_blocks", "single_transformer_blocks"),
         layers=("num_layers", "num_single_layers"),
-        kept=(16.6, 15.0),
+        kept=(15.9, 13.3),
         weights=(11_901_408_320, 8_606_711_808),
     ),
     reference="black-forest-labs/FLUX.1-dev",

@@ -54,7 +54,7 @@ FACTS = Facts(
     costs=Costs(
         lists=("transformer_blocks", "single_transformer_blocks"),
         layers=("num_layers", "num_single_layers"),
-        kept=(23.0, 17.5),
+        kept=(23.0, 17.6),
         weights=(3_875_544_576, 3_680_501_760),
     ),
     reference="black-forest-labs/FLUX.2-klein-base-4B",

@@ -50,7 +50,7 @@ FACTS = Facts(
     max_text_tokens=MOST_TOKENS,
     draws_mode=False,
     noise=Flow,
-    costs=Costs(kept=(19.8, 13.1), weights=(20_430_401_088, 13_589_544_960)),
+    costs=Costs(kept=(20.8, 14.1), weights=(20_430_401_088, 13_589_544_960)),
     reference="Qwen/Qwen-Image",
     diffusers="0.35.0",
     shared_inputs=(("to_q", "to_k", "to_v"), ("add_q_proj", "add_k_proj", "add_v_proj")),

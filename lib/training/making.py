@@ -10,13 +10,13 @@ import torch
 from lib import adapter, compiling, ema, frozen, levers, stopping
 from lib.binding import bind
 from lib.components import QUANTISED
+from lib.copies import Copies
 from lib.device import pick_device
 from lib.errors import InputRefused, Problem
 from lib.events import Events
 from lib.family import Family
 from lib.footprint import Needs
 from lib.hub import Base
-from lib.lowrank import Copies
 from lib.optimizers import make_optimizer, usable
 from lib.recomputing import recompute
 from lib.records import compute_dtype

@@ -12,9 +12,9 @@ import torch
 
 from lib import compiling, ema, shapes
 from lib.batches import Batch, StepBatches
+from lib.copies import Weights
 from lib.device import arriving
 from lib.family import Family
-from lib.lowrank import Weights
 from lib.objectives import group_loss, per_sample_loss
 from lib.optimizers import moves_on_device, set_rate, update
 from lib.random import seed64

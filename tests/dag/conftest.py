@@ -54,6 +54,13 @@ def libraries():
 
 
 @pytest.fixture(autouse=True)
+def collected():
+    """Stages collect garbage after each model, and need not look at what other tests imported."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(autouse=True)
 def undrawn(request, monkeypatch):
     """No contact sheet and no loss plot, half of a small run's time, unless a test asks."""
     if request.node.get_closest_marker("pictures") is None:
@@ -63,25 +70,43 @@ def undrawn(request, monkeypatch):
         monkeypatch.setattr(train, "_show_losses", lambda *_: None)
 
 
-@pytest.fixture
-def data(tmp_path) -> Path:
-    """Eight pictures in three buckets, each with a sidecar of its own."""
-    folder = tmp_path / "data"
-    folder.mkdir()
-    for name in (*SQUARES, *WIDE, *TALL):
-        shutil.copy(EMOJI / f"{name}.png", folder / f"{name}.png")
-        (folder / f"{name}.txt").write_text(f"a 3D emoji of {name}", encoding="utf-8")
-    return folder
+@pytest.fixture(scope="session")
+def put_pictures() -> Callable[[Path], Path]:
+    """Makes a folder of eight pictures in three buckets, each with a sidecar of its own."""
+
+    def put(folder: Path) -> Path:
+        folder.mkdir()
+        for name in (*SQUARES, *WIDE, *TALL):
+            shutil.copy(EMOJI / f"{name}.png", folder / f"{name}.png")
+            (folder / f"{name}.txt").write_text(f"a 3D emoji of {name}", encoding="utf-8")
+        return folder
+
+    return put
 
 
 @pytest.fixture
-def settings(tmp_path, base, data) -> Callable[..., list[str]]:
+def data(tmp_path, put_pictures) -> Path:
+    return put_pictures(tmp_path / "data")
+
+
+@pytest.fixture(scope="session")
+def small(base) -> Callable[..., list[str]]:
+    """Overrides of a small run over a data set, with its store and outputs under a root."""
+
+    def made(*overrides: str, root: Path, data: Path) -> list[str]:
+        given = [text.format(base=base, data=data, root=root) for text in SMALL]
+        named = {text.split("=")[0]: text for text in (*given, *overrides)}
+        return list(named.values())
+
+    return made
+
+
+@pytest.fixture
+def settings(tmp_path, small, data) -> Callable[..., list[str]]:
     """Overrides of a small run; another `root` is another machine's store and outputs."""
 
     def made(*overrides: str, root: Path = tmp_path) -> list[str]:
-        small = [text.format(base=base, data=data, root=root) for text in SMALL]
-        named = {text.split("=")[0]: text for text in (*small, *overrides)}
-        return list(named.values())
+        return small(*overrides, root=root, data=data)
 
     return made
 

@@ -120,7 +120,11 @@ def test_another_rank_is_another_request(ensure, machine, tmp_path):
 
 @pytest.mark.parametrize(
     "lever",
-    ["trainer.micro_batch=1", "trainer.gradient_checkpointing=always", "name=other"],
+    [
+        pytest.param("trainer.micro_batch=1", marks=pytest.mark.nightly),
+        "trainer.gradient_checkpointing=always",
+        pytest.param("name=other", marks=pytest.mark.nightly),
+    ],
 )
 def test_a_lever_is_no_other_request(ensure, machine, lever):
     first = ensure("train", AUTO)
@@ -139,7 +143,16 @@ def test_asked_to_it_decides_again_and_that_then_stands(ensure, machine, tmp_pat
     assert ensure("train", AUTO).key == again.key
 
 
-@pytest.mark.parametrize("damage", ["", "{", "[]", '{"mode": "bf16"}', '{"other": 1}'])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        pytest.param("", marks=pytest.mark.nightly),
+        "{",
+        pytest.param("[]", marks=pytest.mark.nightly),
+        '{"mode": "bf16"}',
+        pytest.param('{"other": 1}', marks=pytest.mark.nightly),
+    ],
+)
 def test_a_damaged_decision_is_made_again(ensure, tmp_path, damage):
     first = ensure("train", AUTO)
     (path,) = (tmp_path / "store" / "decisions").glob("*.json")
@@ -148,7 +161,7 @@ def test_a_damaged_decision_is_made_again(ensure, tmp_path, damage):
     assert [found["mode"] for found in decisions(tmp_path)] == ["fp32"]
 
 
-@pytest.mark.parametrize("mode", ["fp32", "bf16"])
+@pytest.mark.parametrize("mode", [pytest.param("fp32", marks=pytest.mark.nightly), "bf16"])
 def test_an_extended_run_goes_on_in_its_precision(ensure, machine, seen, tmp_path, mode):
     ensure("train", f"precision={mode}", "name=short", "trainer.max_steps=4")
     asked = machine("bf16" if mode == "fp32" else "fp32")

@@ -11,7 +11,7 @@ def hub(base, hub_cache):
     return hub_cache(base)
 
 
-@pytest.mark.parametrize("pinned", [False, True])
+@pytest.mark.parametrize("pinned", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_a_hub_id_trains_and_shares_every_entry_with_the_folder(
     ensure, counted, adapter_of, hub, pinned
 ):

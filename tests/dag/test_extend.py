@@ -32,6 +32,20 @@ def short(ensure, tmp_path):
     return tmp_path / "outputs/short"
 
 
+@pytest.fixture(scope="module")
+def beside(small, put_pictures, tmp_path_factory):
+    """Where such a run is that tests only look at: the same overrides for all of them."""
+    from lib.events import Events
+    from lib.pipeline import graph
+    from stages.composing import compose
+
+    root = tmp_path_factory.mktemp("extended")
+    place = {"root": root, "data": put_pictures(root / "data")}
+    graph.ensure("train", compose(small("name=short", "trainer.max_steps=4", **place)), Events())
+    names = ("dataset.root", "paths.store", "paths.outputs")
+    return [word for word in small(**place) if word.split("=")[0] in names]
+
+
 LONGER = ("name=longer", "trainer.max_steps=8", "trainer.extend=short")
 
 
@@ -56,7 +70,10 @@ def test_the_key_names_the_checkpoint_and_the_same_command_is_a_hit(short, ensur
     assert [e.data["status"] for e in seen if e.kind == "phase" and e.stage == "train"] == ["hit"]
 
 
-@pytest.mark.parametrize("schedule", ["cosine_with_restarts", "linear", "cosine"])
+@pytest.mark.parametrize(
+    "schedule",
+    ["cosine_with_restarts", "linear", pytest.param("cosine", marks=pytest.mark.nightly)],
+)
 def test_the_rate_is_that_of_the_whole_length_to_the_last_step(
     short, ensure, configure, tmp_path, schedule
 ):
@@ -130,20 +147,22 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("change", REFUSED)
-def test_what_does_not_fit_is_named_before_anything_is_made(short, configure, change):
+def test_what_does_not_fit_is_named_before_anything_is_made(beside, configure, change):
     from lib.pipeline import graph
 
-    problems = [str(p) for p in graph.problems(configure(*LONGER, *change.split()), online=False)]
+    config = configure(*beside, *LONGER, *change.split())
+    problems = [str(p) for p in graph.problems(config, online=False)]
     assert len(problems) == 1
     for words in REFUSED[change]:
         assert words in problems[0]
 
 
-def test_all_that_does_not_fit_is_one_report(short, configure):
+def test_all_that_does_not_fit_is_one_report(beside, configure):
     from lib.pipeline import graph
 
     changes = ("adapter.alpha=2", "seed=3", "optimizer.beta1=0.5")
-    problems = [str(p) for p in graph.problems(configure(*LONGER, *changes), online=False)]
+    config = configure(*beside, *LONGER, *changes)
+    problems = [str(p) for p in graph.problems(config, online=False)]
     assert [p.partition("=")[0] for p in sorted(problems)] == [
         "adapter.alpha",
         "optimizer.beta1",
@@ -187,5 +206,5 @@ def test_without_being_asked_a_longer_run_starts_at_step_0(short, ensure, tmp_pa
     assert sorted(rates(tmp_path / "outputs/longer")) == list(range(1, 9))
 
 
-def test_the_plan_counts_what_is_left(short, plan_text):
-    assert "4 of 8" in plan_text(*LONGER)
+def test_the_plan_counts_what_is_left(beside, plan_text):
+    assert "4 of 8" in plan_text(*beside, *LONGER)

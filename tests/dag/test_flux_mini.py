@@ -79,7 +79,7 @@ def test_a_few_steps_lower_the_held_out_loss_raw_and_averaged(honest):
         assert fall.high < 0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_more_rank_learns_no_worse(after, root):
     fewer = held_out(train(root, "adapter.rank=2"), step=15)
     assert between(fewer, after).mean < 0.01
@@ -146,7 +146,7 @@ def shuffled_captions(tmp_path):
     return (f"dataset.root={folder}",)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("fault", ["wrong_sign", "wrong_time", "shuffled_captions"])
 def test_a_fault_shows_in_the_held_out_loss(fault, after, root, request):
     overrides = request.getfixturevalue(fault)

@@ -25,8 +25,17 @@ def test_a_run_shows_what_it_was_trained_on_and_how_its_loss_went(ensure, tmp_pa
             assert min(picture.size) > 100
 
 
-@pytest.mark.parametrize("kind", ["captions", "latents"])
-@pytest.mark.parametrize("damage", ["flip", "truncate", "delete"])
+@pytest.mark.parametrize(
+    ("kind", "damage"),
+    [
+        ("latents", "flip"),
+        ("captions", "truncate"),
+        ("latents", "delete"),
+        pytest.param("captions", "flip", marks=pytest.mark.nightly),
+        pytest.param("latents", "truncate", marks=pytest.mark.nightly),
+        pytest.param("captions", "delete", marks=pytest.mark.nightly),
+    ],
+)
 def test_a_damaged_entry_is_set_aside_and_made_again(
     ensure, adapter_of, tmp_path, seen, kind, damage
 ):
@@ -174,7 +183,14 @@ def test_the_record_of_a_run_names_keys_versions_and_no_caption(ensure, tmp_path
     assert "a 3D emoji of" not in events
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        pytest.param("fp32", marks=pytest.mark.nightly),
+        "bf16",
+        pytest.param("fp16", marks=pytest.mark.nightly),
+    ],
+)
 def test_each_export_dtype_has_its_own_file_and_is_a_hit_afterwards(ensure, seen, dtype):
     from pathlib import Path
 

@@ -50,7 +50,7 @@ def mean_loss(denoiser, opened, config, upstream) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.nightly) for n in (1, 2))])
 def test_the_mean_loss_over_sigmas_and_pairs_falls(encoded, ensure, adapter_of, seed):
     from lib import adapter, tensors
     from lib.records import from_stored
@@ -135,7 +135,7 @@ def plain_loop(opened, config, upstream, *, steps: int) -> dict[str, torch.Tenso
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("micro", [1, 4])
+@pytest.mark.parametrize("micro", [1, pytest.param(4, marks=pytest.mark.nightly)])
 def test_twenty_steps_equal_a_plain_restatement(encoded, ensure, adapter_of, micro):
     """Groups of four over three buckets, mixed groups and fillers included."""
     from lib import tensors

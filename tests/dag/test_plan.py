@@ -21,6 +21,12 @@ CASES = {
 }
 
 
+HERE = ("another resolution", "epochs and a longer text")
+NIGHTLY = [
+    pytest.param(case, marks=pytest.mark.nightly) for case in ("another rank", "more variants")
+]
+
+
 @pytest.fixture
 def planned(configure):
     def made(*overrides):
@@ -38,7 +44,7 @@ def tensor_bytes(store: Path, kind: str) -> int:
     return sum(len(t.data) for entry in found for t in entry.tensors.values())
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ["cold", *HERE, *NIGHTLY])
 def test_the_plan_is_what_the_run_then_does(planned, ensure, seen, tmp_path, case):
     if case != "cold":
         ensure("export")

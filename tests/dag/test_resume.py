@@ -5,12 +5,13 @@ import os
 import signal
 import subprocess
 import sys
-import textwrap
 import time
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+
+from tests.reliability import crashes
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 RUN = """
@@ -21,27 +22,38 @@ from lib.pipeline import graph
 from stages.composing import compose
 graph.ensure({stage!r}, compose({overrides!r}), Events())
 """
-KILLED = """
-import os, signal, sys
-sys.path.insert(0, {checkout!r})
-from lib.training import step
-
-whole = step.Trainer.launch
-
-def dying(self, group, *, rate):
-    if group.step == {at}:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return whole(self, group, rate=rate)
-
-step.Trainer.launch = dying
-"""
 
 
-def in_new_process(overrides, *, stage="train", before="", **values):
-    script = textwrap.dedent(before + RUN).format(
-        checkout=str(CHECKOUT), stage=stage, overrides=overrides, **values
-    )
+def in_new_process(overrides, *, stage="train"):
+    script = RUN.format(checkout=str(CHECKOUT), stage=stage, overrides=overrides)
     return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+
+
+@pytest.fixture
+def killed(configure, tmp_path):
+    """Trains in a process of its own that kills itself as a step begins; its exit code."""
+
+    def run(at, **options):
+        config = configure(**options)
+
+        def job():
+            from lib.events import Events
+            from lib.pipeline import graph
+            from lib.training import step
+
+            whole = step.Trainer.launch
+
+            def dying(self, group, *, rate):
+                if group.step == at:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return whole(self, group, rate=rate)
+
+            step.Trainer.launch = dying
+            graph.ensure("train", config, Events())
+
+        return crashes.run(job, log=tmp_path / "log")
+
+    return run
 
 
 def process_record(pid: int) -> dict:
@@ -81,11 +93,10 @@ def test_two_stores_two_processes_cold_and_warm_give_one_adapter(
     [pytest.param(1, marks=pytest.mark.nightly), 2, pytest.param(5, marks=pytest.mark.nightly)],
 )
 def test_a_killed_run_resumes_and_ends_as_the_unbroken_one(
-    settings, ensure, results_of, tmp_path, at
+    killed, ensure, results_of, tmp_path, at
 ):
     broken, whole = tmp_path / "broken", tmp_path / "whole"
-    died = in_new_process(settings(root=broken), before=KILLED, at=at)
-    assert died.returncode == -signal.SIGKILL
+    assert killed(at, root=broken) == -signal.SIGKILL
     before = metric_steps(broken)[0]
     saved = at - at % 2  # a checkpoint every second step
     # A step's numbers are read after the next is launched, but for the first and saved ones.
@@ -140,10 +151,10 @@ def test_a_lost_or_changed_result_is_made_again(ensure, adapter_of, tmp_path, lo
 
 
 def test_a_resumed_run_skips_a_damaged_checkpoint_and_says_so(
-    settings, ensure, adapter_of, tmp_path, seen
+    killed, ensure, adapter_of, tmp_path, seen
 ):
     whole = tmp_path / "whole"
-    in_new_process(settings(), before=KILLED, at=5)
+    killed(5)
     newest = sorted(tmp_path.glob("outputs/*/checkpoints/step-*"))[-1]
     state = newest / "state.safetensors"
     state.write_bytes(state.read_bytes()[:-8])

@@ -152,7 +152,7 @@ def test_a_negative_prompt_without_effect_is_refused(configure):
     assert any("sample.negative_prompt" in line and "second prediction" in line for line in found)
 
 
-@pytest.mark.parametrize("prompts", [1, 3])
+@pytest.mark.parametrize("prompts", [1, pytest.param(3, marks=pytest.mark.nightly)])
 def test_prompts_and_captions_stay_out_of_events(ensure, seen, prompts):
     texts = [f"secret number {n}" for n in range(prompts)]
     ensure("sample", "sample.steps=1", f"sample.prompts=[{', '.join(texts)}]")

@@ -65,7 +65,15 @@ def run_record(root):
     return json.loads((root / "outputs/mine/run.json").read_text())
 
 
-@pytest.mark.parametrize("how", ["SIGINT", "SIGTERM", "file", "file of all runs"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param("SIGINT", marks=pytest.mark.nightly),
+        "SIGTERM",
+        "file",
+        pytest.param("file of all runs", marks=pytest.mark.nightly),
+    ],
+)
 def test_a_run_saves_after_the_step_it_was_asked_in_and_resumes_as_unbroken(
     stopped, ensure, results_of, tmp_path, how
 ):
@@ -132,7 +140,7 @@ def test_a_stop_while_the_denoiser_loads_is_at_once_and_writes_nothing(stopped, 
     ensure("train", *RARE)
 
 
-@pytest.mark.parametrize("how", ["SIGINT", "file"])
+@pytest.mark.parametrize("how", ["SIGINT", pytest.param("file", marks=pytest.mark.nightly)])
 def test_a_stop_while_caching_keeps_what_is_encoded(stopped, ensure, counted, tmp_path, how):
     def meddle():
         from lib.store import Store

@@ -13,12 +13,12 @@ def sweep(settings, capsys, monkeypatch):
 
     import stages
 
-    def made(*overrides: str) -> tuple[int, str]:
+    def made(*overrides: str, steps: int = 2) -> tuple[int, str]:
         monkeypatch.setattr(sys, "argv", ["train"])
         with pytest.raises(SystemExit) as ended:
             stages.main(
                 lambda config, summary: stages.run_stage("train", config, summary),
-                arguments=["-m", *settings(*overrides)],
+                arguments=["-m", *settings(f"trainer.max_steps={steps}", *overrides)],
             )
         return int(ended.value.code or 0), capsys.readouterr().out
 
@@ -70,10 +70,10 @@ def test_a_stop_ends_the_sweep_and_the_same_sweep_goes_on(sweep, monkeypatch, tm
 
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "launch", interrupted)
-        code, printed = sweep("seed=0,1,2")
+        code, printed = sweep("seed=0,1,2", steps=4)
     assert code == 75
     assert table_of(printed) == {"seed=0": "done", "seed=1": "stopped", "seed=2": "not started"}
-    code, printed = sweep("seed=0,1,2")
+    code, printed = sweep("seed=0,1,2", steps=4)
     assert code == 0
     assert table_of(printed) == {"seed=0": "hit", "seed=1": "done", "seed=2": "done"}
 
@@ -81,11 +81,12 @@ def test_a_stop_ends_the_sweep_and_the_same_sweep_goes_on(sweep, monkeypatch, tm
 def test_each_run_of_a_sweep_is_the_run_alone(sweep, ensure, results_of, tmp_path):
     """Nothing of one job reaches the next: dropout first, then none."""
     sweep("adapter.dropout=0.5,0")
-    swept = results_of(ensure("train", "adapter.dropout=0"))
-    alone = tmp_path / "alone"
-    assert results_of(ensure("train", "adapter.dropout=0", root=alone), alone) == swept
+    last, alone = ("adapter.dropout=0", "trainer.max_steps=2"), tmp_path / "alone"
+    swept = results_of(ensure("train", *last))
+    assert results_of(ensure("train", *last, root=alone), alone) == swept
 
 
+@pytest.mark.nightly
 def test_a_sweep_run_again_is_all_hits_with_the_same_losses(sweep):
     _, first = sweep("adapter.rank=2,4")
     _, second = sweep("adapter.rank=2,4")

@@ -99,7 +99,11 @@ def ends_at(step, *, number=signal.SIGKILL, ranks=(0, 1)):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("overrides", [(), SPLIT], ids=["whole", "unequal shares"])
+@pytest.mark.parametrize(
+    "overrides",
+    [pytest.param((), marks=pytest.mark.nightly), SPLIT],
+    ids=["whole", "unequal shares"],
+)
 def test_two_processes_train_as_one(team, ensure, tmp_path, overrides):
     """With unequal shares a group of three micro-batches leaves one process with two of them."""
     codes, said = team(*overrides, root=tmp_path / "two")
@@ -110,7 +114,9 @@ def test_two_processes_train_as_one(team, ensure, tmp_path, overrides):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", [2, 1], ids=["two then one", "one then two"])
+@pytest.mark.parametrize(
+    "first", [pytest.param(2, marks=pytest.mark.nightly), 1], ids=["two then one", "one then two"]
+)
 def test_what_some_saved_others_resume(team, ensure, tmp_path, first):
     ensure("train", root=tmp_path / "whole")
     codes, said = team(size=first, meddle=ends_at(3), root=tmp_path / "parts")
@@ -150,7 +156,7 @@ def counting(method, path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dying", [0, 1])
+@pytest.mark.parametrize("dying", [pytest.param(0, marks=pytest.mark.nightly), 1])
 def test_when_one_is_killed_in_a_step_the_other_ends_with_a_word_and_the_run_resumes(
     team, ensure, tmp_path, dying
 ):
@@ -167,7 +173,7 @@ def test_when_one_is_killed_in_a_step_the_other_ends_with_a_word_and_the_run_res
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("asked", [0, 1])
+@pytest.mark.parametrize("asked", [pytest.param(0, marks=pytest.mark.nightly), 1])
 def test_one_that_is_asked_to_stop_stops_both_after_the_same_step(team, ensure, tmp_path, asked):
     ensure("train", root=tmp_path / "whole")
     meddle = ends_at(2, number=signal.SIGTERM, ranks=(asked,))

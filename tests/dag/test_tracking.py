@@ -7,7 +7,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -17,8 +16,8 @@ import pytest
 from lib.tracking import follower, replay_pending
 from lib.tracking.journal import Journal
 from lib.tracking.server import Server
+from tests.reliability import crashes
 
-CHECKOUT = Path(__file__).resolve().parents[2]
 CANARY = "hf_canary0123456789"
 
 
@@ -196,7 +195,16 @@ def broken_tracker(tmp_path, request, empty_mlflow_store):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["closed port", "silent", "500", "no folder", "full disk"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "closed port",
+        pytest.param("silent", marks=pytest.mark.nightly),
+        pytest.param("500", marks=pytest.mark.nightly),
+        pytest.param("no folder", marks=pytest.mark.nightly),
+        "full disk",
+    ],
+)
 def test_a_broken_tracker_changes_no_adapter_and_a_replay_is_complete(
     ensure, results_of, tmp_path, mlflow_store, recorded, broken_tracker, kind
 ):
@@ -226,32 +234,6 @@ def until_free(folder):
         time.sleep(0.05)
 
 
-DYING = """
-import os, signal, sys
-sys.path.insert(0, {checkout!r})
-from lib.events import Events
-from lib.pipeline import graph
-from lib.stopping import heeding
-from lib.tracking import follower
-from lib.training import step
-from stages import guarded
-from stages.composing import compose
-
-follower.END_SECONDS = 120.0
-whole = step.Trainer.launch
-
-def dying(self, group, *, rate):
-    if group.step == 3:
-        {death}
-    return whole(self, group, rate=rate)
-
-step.Trainer.launch = dying
-with heeding():
-    code = guarded(lambda: graph.ensure("train", compose({overrides!r}), Events()) and 0)
-sys.exit(code)
-"""
-
-
 def test_a_complete_run_that_is_found_again_sends_what_is_pending(
     ensure, mlflow_store, recorded, patient, broken_tracker, tmp_path
 ):
@@ -262,29 +244,47 @@ def test_a_complete_run_that_is_found_again_sends_what_is_pending(
     assert run.info.status == "FINISHED"
 
 
-@pytest.mark.slow
+def _ends(name):
+    """A process that gets a signal."""
+    return lambda: os.kill(os.getpid(), signal.Signals[name])
+
+
+def _fails():
+    raise ZeroDivisionError
+
+
 @pytest.mark.parametrize(
     ("death", "code", "status"),
     [
-        pytest.param("os.kill(os.getpid(), signal.SIGTERM)", 75, "KILLED", id="TERM"),
-        pytest.param(
-            "os.kill(os.getpid(), signal.SIGKILL)",
-            -signal.SIGKILL,
-            None,
-            marks=pytest.mark.nightly,
-            id="KILL",
-        ),
-        pytest.param("raise ZeroDivisionError", 1, "FAILED", marks=pytest.mark.nightly, id="error"),
+        pytest.param(_ends("SIGTERM"), 75, "KILLED", id="TERM"),
+        pytest.param(_ends("SIGKILL"), -signal.SIGKILL, None, marks=pytest.mark.nightly, id="KILL"),
+        pytest.param(_fails, 1, "FAILED", marks=pytest.mark.nightly, id="error"),
     ],
 )
 def test_how_a_run_ends_is_told_and_the_next_start_goes_on_in_the_same_run(
-    settings, ensure, mlflow_store, recorded, tmp_path, patient, death, code, status
+    configure, ensure, mlflow_store, recorded, tmp_path, patient, death, code, status
 ):
-    overrides = settings("name=mine", *tracked(mlflow_store))
-    script = DYING.format(checkout=str(CHECKOUT), death=death, overrides=overrides)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, env=environment)
-    assert done.returncode == code, done.stderr.decode()
+    config = configure("name=mine", *tracked(mlflow_store))
+
+    def dies():
+        from lib.events import Events
+        from lib.pipeline import graph
+        from lib.stopping import heeding
+        from lib.training import step
+
+        whole = step.Trainer.launch
+
+        def dying(self, group, *, rate):
+            if group.step == 3:
+                death()
+            return whole(self, group, rate=rate)
+
+        step.Trainer.launch = dying
+        with heeding():
+            graph.ensure("train", config, Events())
+
+    log = tmp_path / "log"
+    assert crashes.run(dies, log=log) == code, log.read_text()
     if status:
         first, points = recorded()
         assert first.info.status == status

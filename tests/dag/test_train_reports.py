@@ -27,7 +27,15 @@ def learnt(ensure, adapter_of):
     return found
 
 
-@pytest.mark.parametrize("mode", MODES)
+# Gradient checkpointing: the next test too, to the last digits.
+@pytest.mark.parametrize(
+    "mode",
+    [
+        "bf16",
+        pytest.param("gradient checkpointing", marks=pytest.mark.nightly),
+        "micro-batch of one",
+    ],
+)
 def test_every_way_to_save_memory_teaches_the_same(mode, learnt, tmp_path):
     plain = learnt("trainer.max_steps=2", root=tmp_path / "plain")
     other = learnt("trainer.max_steps=2", *MODES[mode], root=tmp_path / "other")

@@ -92,7 +92,7 @@ def test_held_out_draws_are_shifted_as_in_training(encoded):
         assert other.level > one.level
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("dropout", [pytest.param(0.0, marks=pytest.mark.nightly), 0.3])
 def test_the_loss_is_the_plain_mean_square_over_the_drawn_levels(losses, encoded, dropout):
     """A plain restatement: the adapter as left, one draw at a time, no batches, no dropout."""
     from lib import adapter, runs, tensors

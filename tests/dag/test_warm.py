@@ -104,7 +104,7 @@ graph.ensure("train", compose({overrides!r}), Events())
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("loss", ["zeros", "deleted"])
+@pytest.mark.parametrize("loss", [pytest.param("zeros", marks=pytest.mark.nightly), "deleted"])
 def test_a_warm_run_needs_neither_encoders_nor_their_files(ensure, settings, base, tmp_path, loss):
     """In a fresh process, weights overwritten by zeros (and the memory made to believe them)."""
     import shutil

@@ -11,7 +11,7 @@ from lib.store import Store
 from tests.reliability import crashes, crowds
 
 ROUNDS, KEYS = 2, 60
-POINTS = 4  # one call in so many; the benchmark takes all
+POINTS, FEWER = 4, 16  # one call in so many; the benchmark takes all
 
 
 @pytest.mark.slow
@@ -21,12 +21,23 @@ def test_two_writers_with_readers_verify_and_gc_harm_nothing(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", ["encode_captions", "build_latent_cache"])
-@pytest.mark.parametrize("half", [False, True])
-def test_gc_at_any_call_of_a_builder_takes_nothing_that_it_has_found(whole, tmp_path, stage, half):
+@pytest.mark.parametrize(
+    ("half", "stage", "points"),
+    [
+        (False, "encode_captions", FEWER),
+        (True, "build_latent_cache", FEWER),
+        pytest.param(False, "encode_captions", POINTS, marks=pytest.mark.nightly),
+        pytest.param(False, "build_latent_cache", POINTS, marks=pytest.mark.nightly),
+        pytest.param(True, "encode_captions", POINTS, marks=pytest.mark.nightly),
+        pytest.param(True, "build_latent_cache", POINTS, marks=pytest.mark.nightly),
+    ],
+)
+def test_gc_at_any_call_of_a_builder_takes_nothing_that_it_has_found(
+    whole, tmp_path, stage, half, points
+):
     calls = crowds.planted(whole[stage], None, scratch=tmp_path, half=half).calls
     assert calls > 20
-    for number in range(0, calls, POINTS):
+    for number in range(0, calls, points):
         found = crowds.planted(whole[stage], number, scratch=tmp_path, half=half)
         assert found.at
         assert found.wrong == []

@@ -17,11 +17,23 @@ from tests.reliability.crashes import Seam
 
 SAMPLED = 3  # operations of a stage that fail here; `python -m bench.reliability` fails all
 OLD = digest("old")
+HERE = ((errno.ENOSPC, True), (errno.EIO, False))  # the others: nightly
 KINDS = {"encode_captions": "captions", "build_latent_cache": "latents"}
 
 
-@pytest.mark.parametrize("forever", [False, True])
-@pytest.mark.parametrize("code", trials.REFUSALS, ids=errno.errorcode.get)
+@pytest.mark.parametrize(
+    ("code", "forever"),
+    [
+        pytest.param(
+            code,
+            forever,
+            marks=() if (code, forever) in HERE else pytest.mark.nightly,
+            id=f"{errno.errorcode[code]}-{forever}",
+        )
+        for forever in (False, True)
+        for code in trials.REFUSALS
+    ],
+)
 def test_a_publication_refused_at_any_operation_names_path_and_bytes_and_is_made_later(
     tmp_path, code, forever
 ):

@@ -9,7 +9,7 @@ from tests.reliability import resumes
 from tests.reliability.resumes import KILL, STOP
 
 # `python -m bench.reliability_resume` takes every step of every variant in every family.
-CASES = [(STOP, 4), (KILL, 7), (STOP, 12)]
+CASES = [pytest.param(STOP, 4, marks=pytest.mark.nightly), (KILL, 7), (STOP, 12)]
 PLAIN, EIGHT_BITS = "AdamW, warm-up, EMA", "8-bit AdamW, linear"
 
 

@@ -92,8 +92,10 @@ def test_a_layer_without_an_adapter_that_shares_its_input_computes_in_a_shell():
     made.bind()
     shell = made.denoiser.get_submodule("single_transformer_blocks.0.proj_mlp")
     assert isinstance(shell, SharingLinear)
-    assert shell.group.ups[shell.place] is None
-    assert shell.group.ranks == (4, 4, 4)
+    rows = shell.base_layer.out_features
+    (up,) = shell.group.ups  # of q, k and v, which come after it
+    assert up.rows == (rows, shell.group.base.out_features)
+    assert up.ranks == (0, 3 * 4)
 
 
 def test_with_dropout_every_layer_draws_its_own_and_none_shares():
@@ -216,7 +218,7 @@ def test_layers_are_replaced_where_they_stand_and_the_others_left(name, mode):
     made.bind(mode=mode)
     few = {id(m) for m in made.denoiser.modules() if isinstance(m, FrozenLinear)}
     assert few
-    groups = [group for group in made.groups() if isinstance(group.base, FrozenLinear)]
+    groups = [group for group in made.groups() if group.base.kind == mode]
     in_groups = sum(len(group.members) for group in groups)
     alone = {n for n, m in made.denoiser.named_modules() if n in expected and id(m) in few}
     assert in_groups + len(alone) == len(expected)

@@ -51,26 +51,26 @@ def test_a_base_whose_files_are_not_here_is_estimated_near_its_reference(name):
             footprint(w, costs, config, work, Way(mode, False), compiled=True).peak
             for w in (guessed, known)
         )
-        assert one == pytest.approx(two, rel=0.12)
+        assert one == pytest.approx(two, rel=0.14)
 
 
 # family, way, compiled, pixels of a side, pictures, text tokens, peak in GiB on an H200 (bench/results)
 BF16, FP8, INT8, NF4 = (Way(mode, False) for mode in ("bf16", "fp8", "int8", "nf4"))
 MEASURED = [
-    ("flux", BF16, True, 512, 1, 512, 30.3),
-    ("flux", BF16, True, 512, 4, 512, 52.9),
-    ("flux", BF16, True, 1024, 1, 512, 45.2),
+    ("flux", BF16, True, 512, 1, 512, 29.6),
+    ("flux", BF16, True, 512, 4, 512, 49.8),
+    ("flux", BF16, True, 1024, 1, 512, 42.7),
     ("flux", Way("bf16", True), True, 512, 1, 512, 23.8),
     ("flux", BF16, False, 512, 1, 512, 31.1),
-    ("flux", FP8, True, 512, 1, 512, 30.5),
-    ("flux", FP8, True, 512, 4, 512, 53.1),
-    ("flux", INT8, True, 512, 1, 512, 22.4),
-    ("flux", NF4, True, 512, 1, 512, 18.4),
+    ("flux", FP8, True, 512, 1, 512, 29.6),
+    ("flux", INT8, True, 512, 1, 512, 21.7),
+    ("flux", NF4, True, 512, 1, 512, 17.7),
     ("flux", Way("nf4", True), True, 512, 1, 512, 11.9),
-    ("z_image", BF16, True, 512, 1, 64, 15.9),
+    ("z_image", BF16, True, 512, 1, 128, 16.3),
     ("sdxl", BF16, True, 1024, 4, 77, 25.8),
-    ("qwen_image", BF16, True, 512, 1, 64, 44.3),
-    ("krea2", BF16, True, 512, 1, 64, 33.9),
+    ("qwen_image", BF16, True, 512, 1, 128, 45.1),
+    ("krea2", BF16, True, 512, 1, 512, 38.4),
+    ("flux2_klein", BF16, True, 512, 1, 512, 11.8),
 ]
 
 

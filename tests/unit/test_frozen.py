@@ -1,5 +1,6 @@
 """Layers in few bits: how near they compute, what they store, what they keep for the backward."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -7,11 +8,12 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from lib import adapter, families, frozen
+from lib import adapter, families, frozen, products
 from lib.batches import Batch, StepBatches
 from lib.binding import bind
 from lib.family import Frame
 from lib.optimizers import make_optimizer
+from lib.products import Up
 from lib.schema import AdapterConfig, OptimizerConfig
 from lib.training.step import Trainer
 from tests.unit.bound import relative
@@ -159,20 +161,97 @@ def test_no_wide_weight_is_kept_for_the_backward(mode, compiled):
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("operator", ["int8_forth", "int8_back"])
-def test_operators_of_int8_are_what_torch_asks_of_one(operator):
-    weight = torch.randint(-127, 128, (ROWS, FEATURES), dtype=torch.int8)
-    x = drawn(2, 3, FEATURES if operator == "int8_forth" else ROWS)
-    torch.library.opcheck(getattr(frozen, operator), (x, weight))
+KINDS = {**frozen.KINDS, "dense": frozen.DenseLinear}
 
 
-@pytest.mark.parametrize("operator", ["nf4_forth", "nf4_back"])
-def test_operators_of_nf4_are_what_torch_asks_of_one(operator):
-    pytest.importorskip("bitsandbytes", exc_type=ImportError)
-    made = frozen.Nf4Linear(dense())
-    stored = [getattr(made, name) for name in made.PARTS]
-    sides = (FEATURES, ROWS) if operator == "nf4_forth" else (ROWS, FEATURES)
-    torch.library.opcheck(getattr(frozen, operator), (drawn(2, 3, sides[0]), stored, sides[1]))
+@pytest.fixture(params=sorted(KINDS))
+def kind(request):
+    if request.param == "nf4":
+        pytest.importorskip("bitsandbytes", exc_type=ImportError)
+    return request.param
+
+
+def low_rank(sizes, *, rank=4, seed=8):
+    """A matrix A for all, and each B with its rows and ranks."""
+    down = (drawn(rank * len(sizes), FEATURES, seed=seed) / FEATURES**0.5).requires_grad_()
+    ups, start = [], 0
+    for number, size in enumerate(sizes):
+        weight = drawn(size, rank, seed=seed + 1 + number).requires_grad_()
+        ups.append(Up(weight, (start, start + size), (rank * number, rank * (number + 1))))
+        start += size
+    return down, ups
+
+
+@pytest.mark.parametrize("sizes", [(ROWS,), (ROWS - 64, 64), (64,)], ids=str)
+@pytest.mark.parametrize("shape", [(64,), (3, 5)], ids=str)
+def test_an_adapter_s_part_is_as_if_computed_beside(kind, shape, sizes):
+    made = KINDS[kind](dense())
+    down, ups = low_rank(sizes)
+    x, upstream = drawn(*shape, FEATURES, seed=3), drawn(*shape, ROWS, seed=4)
+    answer, gradient = answered(partial(made.adapted, down=down, ups=ups), x, upstream)
+    weights = [down, *(up.weight for up in ups)]
+    found = [weight.grad for weight in weights]
+
+    def beside(x):
+        low = torch.nn.functional.linear(x, down)
+        whole = made(x)
+        for up in ups:
+            part = low[..., slice(*up.ranks)] @ up.weight.t()
+            whole = whole + torch.nn.functional.pad(part, (up.rows[0], ROWS - up.rows[1]))
+        return whole
+
+    for weight in weights:
+        weight.grad = None
+    expected, expected_gradient = answered(beside, x, upstream)
+    torch.testing.assert_close(answer, expected)
+    torch.testing.assert_close(gradient, expected_gradient)
+    for one, weight in zip(found, weights, strict=True):
+        torch.testing.assert_close(one, weight.grad)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_an_adapted_product_compiles_whole_to_the_same_numbers(kind):
+    made = KINDS[kind](dense())
+    down, ups = low_rank((ROWS - 64, 64))
+    x, upstream = drawn(7, FEATURES, seed=3), drawn(7, ROWS, seed=4)
+
+    def answer_of(x):
+        return made.adapted(x, down=down, ups=ups)
+
+    found = []
+    for function in (answer_of, torch.compile(answer_of, backend="aot_eager", fullgraph=True)):
+        down.grad = None
+        for up in ups:
+            up.weight.grad = None
+        found.append([*answered(function, x, upstream), down.grad, *(u.weight.grad for u in ups)])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
+    torch._dynamo.reset()
+
+
+def test_no_sum_is_kept_beside_its_terms(kind):
+    made = KINDS[kind](dense())
+    down, ups = low_rank((ROWS - 64, 64))
+    x = drawn(50, FEATURES).requires_grad_()
+    still = sum(t.nbytes for t in (*made.stored, down, *(up.weight for up in ups)))
+    kept = kept_bytes(partial(made.adapted, down=down, ups=ups), x)
+    assert kept - still == x.nbytes + 4 * 50 * down.shape[0]  # A x besides x
+
+
+def test_the_operators_are_what_torch_asks_of_one(kind):
+    made = KINDS[kind](dense())
+    down, ups = (t for t in low_rank((ROWS - 64, 64)))
+    places = [number for up in ups for number in (*up.rows, *up.ranks)]
+    weights, stored = [up.weight.detach() for up in ups], list(made.stored)
+    # What the first compares on a CPU, it cannot in float8.
+    tests = ("test_schema", "test_faketensor")[kind == "fp8" :]
+    for operator, sides in ((products.forth, (FEATURES, ROWS)), (products.back, (ROWS, FEATURES))):
+        x, low = drawn(5, sides[0]), drawn(5, down.shape[0])
+        fed, scale = products.in_fp8(x) if kind == "fp8" else (x, None)
+        rest = (low, weights, places) if operator is products.forth else (low, down.detach())
+        bias = (made.bias.detach(),) if operator is products.forth else ()
+        asked = (fed, scale, kind, stored, *bias, sides[1], torch.float32, *rest)
+        torch.library.opcheck(operator, asked, test_utils=tests)
 
 
 def test_what_a_cpu_can_compute_has_no_fault(mode):
@@ -181,12 +260,12 @@ def test_what_a_cpu_can_compute_has_no_fault(mode):
 
 def test_a_kind_that_fails_or_computes_wrongly_is_told(monkeypatch):
     class Failing(frozen.Int8Linear):
-        def _product(self, x):
+        def forward(self, x):
             raise RuntimeError("no kernel\nand a trace")
 
     class Wrong(frozen.Int8Linear):
-        def _product(self, x):
-            return 2 * super()._product(x)
+        def forward(self, x):
+            return 2 * super().forward(x)
 
     cpu = torch.device("cpu")
     monkeypatch.setitem(frozen.KINDS, "int8", Failing)

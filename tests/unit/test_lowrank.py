@@ -8,7 +8,8 @@ import torch
 
 from lib import adapter, ema, families
 from lib.batches import StepBatches
-from lib.lowrank import Group, SharingLinear, Weights
+from lib.copies import Weights
+from lib.lowrank import Group, SharingLinear
 from lib.optimizers import make_optimizer
 from lib.schema import OptimizerConfig
 from lib.training.step import Trainer
@@ -70,7 +71,8 @@ def test_scales_and_ranks_that_differ_in_a_group_are_those_of_peft(name, setting
     assert adapter.scale_of(made.config) != 1
     assert_as_peft(made)
     if "rank_pattern" in settings:
-        assert any(len(set(group.ranks)) > 1 for group in made.groups())
+        ranks = [{up.ranks[1] - up.ranks[0] for up in group.ups} for group in made.groups()]
+        assert any(len(found) > 1 for found in ranks)
 
 
 def test_a_scale_of_rank_stabilised_lora_is_alpha_over_the_root_of_the_rank():
@@ -78,7 +80,7 @@ def test_a_scale_of_rank_stabilised_lora_is_alpha_over_the_root_of_the_rank():
     made.bind()
     up = made.denoiser.get_submodule("transformer_blocks.0.attn.to_q").lora_B["default"].weight
     group = made.denoiser.get_submodule("transformer_blocks.0.attn.to_q").group
-    torch.testing.assert_close(group.ups[0].detach(), up.detach() * 6 / math.sqrt(4))
+    torch.testing.assert_close(group.ups[0].weight.detach(), up.detach() * 6 / math.sqrt(4))
 
 
 class Parent(torch.nn.Module):
@@ -220,7 +222,8 @@ def test_a_scale_multiplies_in_float32_and_rounds_once():
     made.bind(dtype=torch.bfloat16)
     layer = made.denoiser.get_submodule("transformer_blocks.0.attn.to_q")
     up = layer.lora_B["default"].weight.detach()
-    assert torch.equal(layer.group.ups[0].detach(), (up * 1.5).bfloat16())
+    found = layer.group.ups[0].weight.detach()[: up.shape[0], : up.shape[1]]
+    assert torch.equal(found, (up * 1.5).bfloat16())
 
 
 def test_moved_masters_are_seen_after_a_refresh_and_not_before():

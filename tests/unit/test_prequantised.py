@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from lib import adapter, families, frozen, prequantised
+from lib import adapter, families, frozen, prequantised, products
 from lib.binding import linears, quantisable
 from lib.errors import InputRefused
 from lib.hub import Base
@@ -146,7 +146,7 @@ def test_a_joined_layer_has_the_very_numbers_that_bitsandbytes_gives_each(bases,
     for group in joined:
         rows = [f"{names[id(member)]}.weight" for member in group.members]
         expected = [stored_in_nf4.dequantised(tensors, row).to(dtype) for row in rows]
-        found = frozen.from_nf4(group.base.stored, tuple(torch.cat(expected).shape), dtype)
+        found = products.from_nf4(group.base.stored, tuple(torch.cat(expected).shape), dtype)
         assert torch.equal(found, torch.cat(expected))
         for member, one in zip(group.members, expected, strict=True):
             unit = torch.eye(one.shape[1], dtype=dtype)
@@ -224,16 +224,21 @@ def test_a_twin_for_previews_shares_what_is_stored(bases):
         assert relative(made.predict(twin), made.predict()) < 1e-5
 
 
-@pytest.mark.parametrize("operator", ["nf4_forth", "nf4_back"])
+@pytest.mark.parametrize("operator", ["forth", "back"])
 def test_operators_take_maxima_that_are_not_nested(bases, operator):
     made = loaded("flux", bases("flux", False) / "few").transformer_blocks[0].attn
     whole = prequantised.joined([made.to_q, made.to_k, made.to_v])
     assert whole.parts == ("packed", "maxima", "code")
-    sides = [whole.in_features, whole.out_features]
-    if operator == "nf4_back":
+    sides, rest = [whole.in_features, whole.out_features], (None, None)
+    if operator == "back":
         sides.reverse()
+    else:
+        rest = (None, [], [])
+    bias = [None] if operator == "forth" else []
+    x = torch.ones(2, sides[0])
+    asked = (x, None, "nf4", list(whole.stored), *bias, sides[1], torch.float32, *rest)
     torch.library.opcheck(
-        getattr(frozen, operator), (torch.ones(2, sides[0]), whole.stored, sides[1])
+        getattr(products, operator), asked, test_utils=("test_schema", "test_faketensor")
     )
 
 

@@ -61,7 +61,9 @@ def test_the_blocks_that_are_counted_are_those_that_can_be_computed_again(losing
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@pytest.mark.parametrize("losing", ["flux", "z_image"], indirect=True)
+@pytest.mark.parametrize(
+    "losing", ["flux", pytest.param("z_image", marks=pytest.mark.nightly)], indirect=True
+)
 def test_compiled_blocks_are_computed_again_to_the_same_gradients(losing):
     denoiser, parameters, loss = losing
     plain = reference.gradients(parameters, loss())

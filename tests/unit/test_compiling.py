@@ -1,0 +1,37 @@
+"""What compiling changes around a block, and that it is taken back; by compilers that are quick."""
+
+import torch
+
+from lib.compiling import compile_blocks, run_as_written
+from tests.unit.bound import storages, tiny
+
+
+def answers(made):
+    """What a block of FLUX that cuts its answer in two gives its caller."""
+    found = []
+    block = made.denoiser.single_transformer_blocks[0]
+    handle = block.register_forward_hook(lambda _block, _inputs, answer: found.append(answer))
+    with torch.compiler.set_stance("force_eager"):
+        made.predict()
+    handle.remove()
+    return found[0]
+
+
+def test_a_compiled_block_answers_in_tensors_of_their_own():
+    made = tiny("flux")
+    as_written = answers(made)
+    assert len(as_written) == 2
+    assert len(storages(as_written)) == 1
+    compile_blocks(made.denoiser, fixed_text=True)
+    apart = answers(made)
+    assert len(storages(apart)) == 2
+    assert all(torch.equal(one, other) for one, other in zip(apart, as_written, strict=True))
+
+
+def test_compilation_is_taken_back_whole():
+    made = tiny("flux")
+    compile_blocks(made.denoiser, fixed_text=True)
+    run_as_written(made.denoiser)
+    assert len(storages(answers(made))) == 1
+    assert not any(module._compiled_call_impl for module in made.denoiser.modules())
+    assert not any(module._forward_hooks for module in made.denoiser.modules())
