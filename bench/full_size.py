@@ -104,9 +104,9 @@ def make_denoiser(family: Family, recipe: Mapping[str, Any], *, device: torch.de
     return denoiser.requires_grad_(False).eval()
 
 
-def make_adapter(denoiser: Any, preset: Mapping[str, Any]) -> adapter.Injected:
+def make_adapter(denoiser: Any, preset: Mapping[str, Any], *, rank: int = RANK) -> adapter.Injected:
     """A fresh adapter on the preset's targets."""
-    config = AdapterConfig(rank=RANK, alpha=float(RANK), targets=list(preset["targets"]))
+    config = AdapterConfig(rank=rank, alpha=float(rank), targets=list(preset["targets"]))
     return adapter.inject(denoiser, config, seed=0)
 
 

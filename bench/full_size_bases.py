@@ -10,6 +10,16 @@ from typing import Any
 _KL = {"block_out_channels": [128, 256, 512, 512]}  # three times halved
 _VIDEO = {"temperal_downsample": [False, True, True], "z_dim": 16}
 
+# A quarter of a denoiser's width, for what is counted in hidden states; a U-Net's half.
+QUARTER: Mapping[str, Mapping[str, Any]] = {
+    "flux": {"num_attention_heads": 6},
+    "sdxl": {"block_out_channels": [160, 320, 640]},
+    "qwen_image": {"num_attention_heads": 6},
+    "z_image": {"dim": 1024, "n_heads": 8, "n_kv_heads": 8},
+    "krea2": {"num_attention_heads": 12, "num_key_value_heads": 3, "intermediate_size": 4096},
+    "flux2_klein": {"num_attention_heads": 6},
+}
+
 FULL: Mapping[str, Mapping[str, Any]] = {
     # FLUX.1-dev's transformer/config.json: the class's defaults and embedded guidance.
     "flux": {

@@ -1,10 +1,12 @@
 """What a block keeps for its backward, in hidden states: the `kept` of each family's Costs.
 
-    python -m bench.saved_activations [flux sdxl ...] [--side 512]
+    python -m bench.saved_activations [flux sdxl ...] [--side 512] [--quarter]
 
 Denoisers at full width with one and two blocks of a kind: the difference is a block's. Compiled
 means torch's partition of forward and backward, with the kernels left out. A U-Net is measured
-whole, at two sizes of the picture. Prints what torch's autograd holds, weights aside.
+whole, at two sizes of the picture. Prints what torch's autograd holds, weights aside. `--quarter`
+takes a quarter of width and rank, which a CPU has time for and whose numbers are the same but for
+what attention's kernels keep.
 """
 
 import argparse
@@ -21,8 +23,8 @@ import torch
 import yaml
 from torch.autograd.graph import saved_tensors_hooks
 
-from bench.full_size import CONF, DTYPE, make_adapter, make_batch, make_denoiser
-from bench.full_size_bases import FULL
+from bench.full_size import CONF, DTYPE, RANK, make_adapter, make_batch, make_denoiser
+from bench.full_size_bases import FULL, QUARTER
 from lib import families
 from lib.binding import bind
 from lib.device import pick_device, release
@@ -33,14 +35,16 @@ from lib.recomputing import recompute
 BACKEND = "aot_eager_decomp_partition"
 WAYS = ("eager", "compiled", "checkpointed")
 
+Recipe = Mapping[str, Any]
 
-def kept_bytes(family: Family, recipe: Mapping[str, Any], *, way: str, side: int) -> int:
+
+def kept_bytes(family: Family, recipe: Recipe, *, way: str, side: int, rank: int) -> int:
     """Bytes of the storages that a forward leaves for the backward."""
     torch._dynamo.reset()
     device, facts = pick_device(), family.FACTS
     preset = yaml.safe_load((CONF / f"{facts.name}.yaml").read_text())["preset"]
     denoiser = make_denoiser(family, recipe, device=device)
-    injected = make_adapter(denoiser, preset)
+    injected = make_adapter(denoiser, preset, rank=rank)
     weights = bind(
         denoiser,
         injected.parameters,
@@ -75,43 +79,42 @@ def kept_bytes(family: Family, recipe: Mapping[str, Any], *, way: str, side: int
     return total
 
 
-def with_blocks(family: Family, counts: Mapping[str, int]) -> dict[str, Any]:
-    recipe = dict(FULL[family.FACTS.name])
-    recipe[family.FACTS.denoiser] = {**recipe[family.FACTS.denoiser], **counts}
-    return recipe
+def differing(family: Family, recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
+    """A recipe whose denoiser has other values."""
+    name = family.FACTS.denoiser
+    return {**recipe, name: {**recipe[name], **values}}
 
 
-def measured(family: Family, *, way: str, side: int) -> float:
+def measured(family: Family, recipe: Recipe, *, way: str, side: int, rank: int) -> float:
     """Hidden states of a block, over the kinds of blocks as often as the full size has them."""
     costs = family.FACTS.costs
     layers = costs.layers
-    full = full_config(family)
+    full = full_config(family, recipe)
+
+    def kept(values: Mapping[str, int], side: int = side) -> int:
+        other = differing(family, recipe, values)
+        return kept_bytes(family, other, way=way, side=side, rank=rank)
+
     words = 77 if not layers else text_tokens(family, side)
     state = hidden_bytes(costs, full, Work(side, side, words, 1))
     if not layers:
         half = Work(side // 2, side // 2, words, 1)
-        both = [
-            kept_bytes(family, with_blocks(family, {}), way=way, side=s) for s in (side, side // 2)
-        ]
-        return (both[0] - both[1]) / (state - hidden_bytes(costs, full, half))
+        return (kept({}) - kept({}, side // 2)) / (state - hidden_bytes(costs, full, half))
     one = dict.fromkeys(layers, 1)
-    least = kept_bytes(family, with_blocks(family, one), way=way, side=side)
-    each = {
-        name: kept_bytes(family, with_blocks(family, {**one, name: 2}), way=way, side=side) - least
-        for name in layers
-    }
+    least = kept(one)
+    each = {name: kept({**one, name: 2}) - least for name in layers}
     depth = sum(full[name] for name in layers)
     return sum(full[name] * each[name] for name in layers) / depth / state
 
 
-def full_config(family: Family) -> Mapping[str, Any]:
+def full_config(family: Family, recipe: Recipe) -> Mapping[str, Any]:
     """The full size's configuration, its class's defaults included."""
     import diffusers
     from accelerate import init_empty_weights
 
     facts = family.FACTS
     with init_empty_weights():
-        own = FULL[facts.name][facts.denoiser]
+        own = recipe[facts.denoiser]
         return dict(getattr(diffusers, facts.classes[facts.denoiser])(**own).config)
 
 
@@ -126,13 +129,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("families", nargs="*", default=list(FULL))
     parser.add_argument("--side", type=int, default=512)
+    parser.add_argument("--quarter", action="store_true")
     arguments = parser.parse_args()
+    rank = RANK // 4 if arguments.quarter else RANK
     lines = ["| family | " + " | ".join(WAYS) + " |", "|" + "---|" * (1 + len(WAYS))]
     for name in arguments.families:
-        cells = []
+        family, recipe, cells = families.get(name), FULL[name], []
+        if arguments.quarter:
+            recipe = differing(family, recipe, QUARTER[name])
         for way in WAYS:
             try:
-                cells.append(f"{measured(families.get(name), way=way, side=arguments.side):.2f}")
+                found = measured(family, recipe, way=way, side=arguments.side, rank=rank)
+                cells.append(f"{found:.2f}")
             except Exception:  # noqa: BLE001  # one family must not end the others
                 traceback.print_exc()
                 cells.append("failed")

@@ -240,9 +240,9 @@ class _Diagonals:
     ) -> _Diagonals:
         num, (rows, rank) = len(runs[0].ups), runs[0].ups[0].shape
         compact = (len(runs), num, rows, rank)
-        flat = (tensor[: math.prod(compact)].view(compact) for tensor in (masters, incoming))
+        parts = [tensor[: math.prod(compact)].view(compact) for tensor in (masters, incoming)]
         made = masters.new_zeros(len(runs), num * rows, num * rank, dtype=dtype)
-        return cls(*flat, made, torch.zeros_like(made))
+        return cls(parts[0], parts[1], made, torch.zeros_like(made))
 
     def refresh(self, scale: float) -> None:
         torch.mul(self.masters, scale, out=self._places(self.computed))
