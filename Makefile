@@ -15,12 +15,13 @@ help: ## show this list
 
 install: $(STAMP) ## install everything into .venv; again only when the requirements changed
 
+# Python compiles what is used when it is first used: a third of the time that installing takes.
 # The mark is there from before the first package until after the last: a cut-short install shows.
 $(STAMP): pyproject.toml constraints.txt
 	@echo "installing into .venv; this takes a few minutes, once"
 	@test ! -e $(HALF) && $(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear .venv
 	@rm -f $@ && touch $(HALF)
-	@$(BIN)/python -m pip install --quiet $(TORCH) -e '.[dev]' -c constraints.txt
+	@$(BIN)/python -m pip install --quiet --no-compile $(TORCH) -e '.[dev]' -c constraints.txt
 	@mv $(HALF) $@
 
 demo: install ## teach the shipped small base a style on a CPU, in minutes; ends with a picture

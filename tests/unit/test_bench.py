@@ -10,7 +10,7 @@ from bench import full_size_encoders
 from lib import families
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_cache_stages_are_measured_beside_the_bare_encoders(capsys, monkeypatch):
     from bench import cache_stages
 
