@@ -133,8 +133,8 @@ def test_other_lengths_of_text_are_taken(asked):
     assert train_step.parsed(asked.split()).family == asked.split()[0]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", [pytest.param("qwen_image", marks=pytest.mark.nightly), "krea2"])
+@pytest.mark.nightly
+@pytest.mark.parametrize("family", ["qwen_image", "krea2"])
 def test_a_step_over_padded_text_is_measured(family, capsys):
     from bench import train_step
 

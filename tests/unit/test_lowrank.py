@@ -75,6 +75,13 @@ def test_scales_and_ranks_that_differ_in_a_group_are_those_of_peft(name, setting
         assert any(len(found) > 1 for found in ranks)
 
 
+def test_only_so_many_ranks_are_in_one_matrix():
+    made = tiny("flux", rank=100)
+    assert_as_peft(made)
+    ranks = [[up.ranks for up in group.ups] for group in made.groups() if len(group.members) > 2]
+    assert ranks[0] == [(0, 200), (200, 300)]  # q and k together, v alone
+
+
 def test_a_scale_of_rank_stabilised_lora_is_alpha_over_the_root_of_the_rank():
     made = tiny("flux", alpha=6.0, rslora=True, rank_pattern={"to_k": 2})
     made.bind()
