@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 # Before the libraries are there: their notices are noise.
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -45,6 +45,19 @@ WORDS = 64  # text tokens of a caption where only its own are stored
 WARM_STEPS = 2
 DTYPE = torch.bfloat16
 NEUTRAL = {"shift": 0.0, "scale": 1.0, "mean": [0.0], "std": [1.0], "variance": [1.0], "eps": 0.0}
+
+
+class Texts(NamedTuple):
+    """Tokens of a caption, and how many are its own if not all: the rest is padding.
+
+    Padded as beside a longer one in its micro-batch.
+    """
+
+    words: int = WORDS
+    spoken: int | None = None
+
+
+TEXTS = Texts()
 
 
 @dataclass(frozen=True)
@@ -137,8 +150,7 @@ def make_batch(
     preset: Mapping[str, Any],
     *,
     side: int,
-    words: int = WORDS,
-    spoken: int | None = None,
+    texts: Texts = TEXTS,
 ) -> Batch:
     """One random picture with a random caption, at the level of a seed's first draw."""
     torch.manual_seed(1)
@@ -155,9 +167,7 @@ def make_batch(
         level=levels,
         weights=torch.ones(1),
         loss_weights=process.loss_weight(levels, ObjectiveConfig()),
-        conditioning=make_conditioning(
-            family, recipe, preset, side=side, words=words, spoken=spoken
-        ),
+        conditioning=make_conditioning(family, recipe, preset, side=side, texts=texts),
         names=("random",),
     )
 
@@ -168,16 +178,12 @@ def make_conditioning(
     preset: Mapping[str, Any],
     *,
     side: int,
-    words: int = WORDS,
-    spoken: int | None = None,
+    texts: Texts = TEXTS,
 ) -> Conditioning:
-    """All positions where the family keeps them; else a caption of so many tokens.
-
-    If only `spoken` of them are its own, it is padded as beside a longer one in its micro-batch.
-    """
+    """All positions where the family keeps them; else a caption of these lengths."""
     every = family.FACTS.caption_rule["positions"] == "all"
-    longest = preset["max_length"] if every else words
-    lengths = [longest] if spoken in (None, longest) else [spoken, longest]
+    longest = preset["max_length"] if every else texts.words
+    lengths = [longest] if texts.spoken in (None, longest) else [texts.spoken, longest]
     parts = {name: part for name, part in recipe.items() if isinstance(part, Mapping)}
     records = []
     for length in lengths:

@@ -29,13 +29,23 @@ os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
 import torch
 import yaml
 
-from bench.full_size import CONF, DTYPE, WORDS, make_adapter, make_batch, make_denoiser
+from bench.full_size import (
+    CONF,
+    DTYPE,
+    TEXTS,
+    WORDS,
+    Texts,
+    make_adapter,
+    make_batch,
+    make_denoiser,
+)
 from bench.full_size_bases import FULL
 from lib import attention, ema, families, texts
 from lib.batches import Batch, StepBatches
 from lib.binding import bind
 from lib.compiling import compile_blocks, run_as_written
 from lib.device import pick_device, release
+from lib.families import qwen_image
 from lib.family import Conditioning, Family
 from lib.objectives import per_sample_loss
 from lib.optimizers import make_optimizer
@@ -76,8 +86,7 @@ class Bench:
     preset: Mapping[str, Any]
     device: torch.device
     ceiling: float  # measured FLOP/s of a large bf16 product
-    words: int = WORDS  # text tokens of a caption, where they are not all stored
-    spoken: int | None = None  # of those its own; None: all
+    texts: Texts = TEXTS  # where captions are stored at their own length
     denoiser: Any = None
     injected: Any = None
     mode: str = ""
@@ -89,20 +98,14 @@ class Bench:
         release()
         began = time.perf_counter()
         self.denoiser = make_denoiser(self.family, self.recipe, device=self.device)
-        as_loaded(self.family)
+        if self.family is qwen_image:
+            qwen_image.make_recordable()  # as loading a base does
         self.injected = make_adapter(self.denoiser, self.preset)
         self.mode = "plain"
         print(f"  made in {time.perf_counter() - began:.0f} s", flush=True)
 
     def batch(self, case: Case) -> Batch:
-        one = make_batch(
-            self.family,
-            self.recipe,
-            self.preset,
-            side=case.side,
-            words=self.words,
-            spoken=self.spoken,
-        )
+        one = make_batch(self.family, self.recipe, self.preset, side=case.side, texts=self.texts)
         conditioning = Conditioning(
             {n: t.expand(case.batch, *t.shape[1:]).clone() for n, t in one.conditioning.items()},
             one.conditioning.lengths * case.batch,
@@ -224,14 +227,6 @@ class Bench:
             f"| {name} | {case} | {1000 * took:.1f} | {1 / took:.2f} | {case.batch / took:.2f} | "
             f"{peak:.1f} | {rate / 1e12:.0f} | {100 * rate / self.ceiling:.0f} % | {first:.0f} |"
         )
-
-
-def as_loaded(family: Family) -> None:
-    """What loading a base changes in diffusers besides: a denoiser made here is not loaded."""
-    if family.FACTS.name == "qwen_image":
-        from diffusers.models.transformers import transformer_qwenimage
-
-        transformer_qwenimage.compute_text_seq_len_from_mask = family._text_length  # type: ignore[attr-defined]
 
 
 def plain_step(
@@ -367,11 +362,11 @@ def main(words: Sequence[str] | None = None) -> None:
         preset,
         device,
         ceiling,
-        words=asked.words or WORDS,
-        spoken=asked.spoken,
+        Texts(asked.words or WORDS, asked.spoken),
     )
     if family.FACTS.caption_rule["positions"] != "all":
-        print(f"{bench.words} text tokens, its own: {bench.spoken or bench.words}", flush=True)
+        words, spoken = bench.texts
+        print(f"{words} text tokens, its own: {spoken or words}", flush=True)
     with attention.engaged(flash4=asked.flash4):
         rows = measured(
             bench,

@@ -109,8 +109,9 @@ def _grouped(
 def _alike(layers: Mapping[str, Any], names: Sequence[str], *, dtype: torch.dtype) -> bool:
     """Whether one product can stand for all: in the run's precision, of one kind and input."""
     bases = [_base(layers[name]) for name in names]
-    kinds = {(type(b), b.in_features, b.weight.dtype == dtype, b.bias is None) for b in bases}
-    return len(kinds) == 1 and bases[0].weight.dtype == dtype and prequantised.may_join(bases)
+    kinds = {(type(b), b.in_features, b.bias is None) for b in bases}
+    in_precision = all(b.weight.dtype == dtype for b in bases)
+    return len(kinds) == 1 and in_precision and prequantised.may_join(bases)
 
 
 def _group(

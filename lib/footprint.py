@@ -118,8 +118,8 @@ def count(shapes: Shapes, costs: Costs, *, ranks: Mapping[str, int]) -> Weights:
 def reference(costs: Costs, *, rank: int) -> Weights:
     """Those of the family's reference, where a base's files are not here yet."""
     total, few = costs.weights
-    # An adapter by the presets is near few x rank / 4000, in SDXL two and a half times as large.
-    return Weights(total - few, few=few, largest=few // 400, adapter=few * rank // 4000)
+    # An adapter by the presets is few x rank / 3500 to 5800, and in SDXL / 1500.
+    return Weights(total - few, few=few, largest=few // 400, adapter=few * rank // 3700)
 
 
 def footprint(

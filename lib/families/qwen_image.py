@@ -186,12 +186,20 @@ def distillation(base: Base) -> str | None:
 
 def load_denoiser(base: Base, *, dtype: torch.dtype, device: Any) -> Any:
     from diffusers import QwenImageTransformer2DModel
+
+    make_recordable()
+    return load_model(QwenImageTransformer2DModel, base, "transformer", dtype=dtype, device=device)
+
+
+def make_recordable() -> None:
+    """Put our length of texts in the place of diffusers'.
+
+    Its own makes a tensor of a number for each padded batch: a copy that no CUDA graph can record,
+    for lengths that nothing reads.
+    """
     from diffusers.models.transformers import transformer_qwenimage
 
-    # diffusers' own makes a tensor of a number for each padded batch: a copy that no CUDA graph
-    # can record, for lengths that nothing reads.
     transformer_qwenimage.compute_text_seq_len_from_mask = _text_length
-    return load_model(QwenImageTransformer2DModel, base, "transformer", dtype=dtype, device=device)
 
 
 def _text_length(states: Any, mask: Any) -> tuple[int, None, Any]:

@@ -8,11 +8,13 @@ import torch
 import yaml
 
 from bench.full_size import CONF, make_batch, make_denoiser
-from lib import adapter, families
+from lib import adapter, ema, families
 from lib.batches import Batch
 from lib.binding import bind
 from lib.objectives import per_sample_loss
-from lib.schema import AdapterConfig
+from lib.optimizers import make_optimizer
+from lib.schema import AdapterConfig, OptimizerConfig
+from lib.training.step import Trainer
 
 CPU = torch.device("cpu")
 SIDE = 64  # pixels
@@ -77,6 +79,25 @@ class Tiny:
         """The groups of a bound denoiser, each once."""
         held = [getattr(module, "group", None) for module in self.denoiser.modules()]
         return list({id(group): group for group in held if group is not None}.values())
+
+
+def trainer_of(made, *, lr=0.0, decay=0.0, weight_decay=0.0):
+    """Training's own step over a bound denoiser."""
+    config = OptimizerConfig(lr=lr, weight_decay=weight_decay)
+    return Trainer(
+        family=made.family,
+        denoiser=made.denoiser,
+        parameters=made.parameters,
+        optimizer=make_optimizer(made.parameters.values(), config),
+        device=CPU,
+        autocast_dtype=None,
+        max_grad_norm=0.0,
+        seed=0,
+        dropout=0.0,
+        ema_decay=decay,
+        ema=ema.start(made.parameters) if decay else {},
+        weights=made.weights,
+    )
 
 
 def preset_of(name):

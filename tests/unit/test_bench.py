@@ -99,11 +99,11 @@ def test_a_caption_is_padded_as_beside_a_longer_one_in_training():
 def batch_of(name, **lengths):
     import yaml
 
-    from bench.full_size import CONF, make_batch
+    from bench.full_size import CONF, Texts, make_batch
 
     family = families.get(name)
     preset = yaml.safe_load((CONF / f"{name}.yaml").read_text(encoding="utf-8"))["preset"]
-    return make_batch(family, family.TINY, preset, side=64, **lengths)
+    return make_batch(family, family.TINY, preset, side=64, texts=Texts(**lengths))
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from lib.optimizers import make_optimizer
 from lib.products import Up
 from lib.schema import AdapterConfig, OptimizerConfig
 from lib.training.step import Trainer
-from tests.unit.bound import relative, tiny
+from tests.unit.bound import relative, tiny, trainer_of
 
 FEATURES, ROWS = 128, 192
 # The largest relative error of a product with normal numbers, and the bytes a weight takes.
@@ -240,7 +240,7 @@ def test_no_sum_is_kept_beside_its_terms(kind):
 
 def test_the_operators_are_what_torch_asks_of_one(kind):
     made = KINDS[kind](dense())
-    down, ups = (t for t in low_rank((ROWS - 64, 64)))
+    down, ups = low_rank((ROWS - 64, 64))
     places = [number for up in ups for number in (*up.rows, *up.ranks)]
     weights, stored = [up.weight.detach() for up in ups], list(made.stored)
     # What the first compares on a CPU, it cannot in float8.
@@ -370,18 +370,7 @@ def gradients_of(mode, *, steps=20, rate=2e-3):
     """The sum of an adapter's gradients on a tiny FLUX while it learns one batch."""
     made = tiny("flux")
     weights = made.bind(mode=mode)
-    trainer = Trainer(
-        family=made.family,
-        denoiser=made.denoiser,
-        parameters=made.parameters,
-        optimizer=make_optimizer(made.parameters.values(), OptimizerConfig(lr=rate)),
-        device=torch.device("cpu"),
-        autocast_dtype=None,
-        max_grad_norm=0.0,
-        seed=0,
-        dropout=0.0,
-        weights=weights,
-    )
+    trainer = trainer_of(made, lr=rate)
     total = torch.zeros_like(weights.gradients()[0])
     for step in range(steps):
         trainer.step(StepBatches(step, (made.batch,), (0,), num_samples=1), rate=rate)

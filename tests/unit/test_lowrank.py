@@ -10,32 +10,10 @@ from lib import adapter, ema, families
 from lib.batches import StepBatches
 from lib.copies import Weights
 from lib.lowrank import Group, SharingLinear
-from lib.optimizers import make_optimizer
-from lib.schema import OptimizerConfig
-from lib.training.step import Trainer
 from lib.training.validation import averaged
-from tests.unit.bound import CPU, fill, flat, relative, storages, tiny
+from tests.unit.bound import fill, flat, relative, storages, tiny, trainer_of
 
 HELD_BACK = ("to_add_out.lora_A.default.weight", "to_add_out.lora_B.default.weight")
-
-
-def trainer_of(made, *, lr=0.0, decay=0.0, weight_decay=0.0):
-    """Training's own step over a bound denoiser."""
-    config = OptimizerConfig(lr=lr, weight_decay=weight_decay)
-    return Trainer(
-        family=made.family,
-        denoiser=made.denoiser,
-        parameters=made.parameters,
-        optimizer=make_optimizer(made.parameters.values(), config),
-        device=CPU,
-        autocast_dtype=None,
-        max_grad_norm=0.0,
-        seed=0,
-        dropout=0.0,
-        ema_decay=decay,
-        ema=ema.start(made.parameters) if decay else {},
-        weights=made.weights,
-    )
 
 
 def assert_as_peft(made):
