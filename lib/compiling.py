@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch._functorch import config as functorch
 
+from lib import activations, kernels, processors
 from lib.compiled import compiled_in
 
 # A block is compiled anew for each bucket, and for an input with and without a gradient.
@@ -51,23 +53,36 @@ def compile_blocks(denoiser: Any, *, fixed_text: bool) -> None:
     config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, MOST_KINDS)
     for module in denoiser.modules():
         if type(module).__name__ in (denoiser._repeated_blocks or ()):
-            module.register_forward_hook(_apart)
+            assert not hasattr(module, "as_written"), "compiled twice"
+            module.__class__ = _answering_apart(type(module))
+    if kernels.runs_on(next(denoiser.parameters())):
+        processors.engage(denoiser)
+        activations.engage(denoiser)
     denoiser.compile_repeated_blocks(fullgraph=True, dynamic=False if fixed_text else None)
 
 
-def _apart(_module: Any, _inputs: Any, answer: Any) -> Any:
-    """A block's answers as tensors of their own.
+@cache
+def _answering_apart(kind: type[Any]) -> type[Any]:
+    """The same block, whose answers are tensors of their own.
 
     Parts of one tensor would be cut outside the compiled block, and their gradients put together
-    there by tensors of zeros; inside, each is written where it is to be.
+    there by tensors of zeros; inside, each is written where it is to be. A hook is not inside:
+    torch compiles it by itself.
     """
-    return tuple(part.clone() for part in answer) if isinstance(answer, tuple) else answer
+
+    own = kind.forward
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        answer = own(self, *args, **kwargs)
+        return tuple(part.clone() for part in answer) if isinstance(answer, tuple) else answer
+
+    return type(kind.__name__, (kind,), {"forward": forward, "as_written": kind})
 
 
 def run_as_written(denoiser: Any) -> None:
     """Take compilation back."""
+    processors.disengage(denoiser)
+    activations.disengage(denoiser)
     for module in denoiser.modules():
         module._compiled_call_impl = None
-        for key, hook in list(module._forward_hooks.items()):
-            if hook is _apart:
-                del module._forward_hooks[key]
+        module.__class__ = getattr(module, "as_written", type(module))

@@ -1,7 +1,11 @@
 """Kernels of our own for what no library reads once: in Triton, which torch's CUDA builds bring."""
 
+# Triton reads a kernel's annotations, and knows none of what it is called with.
+# ruff: noqa: ANN001, ANN202
+
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +18,7 @@ if TYPE_CHECKING or HERE:
     from triton import language as tl  # type: ignore[import-not-found]
 
     @triton.jit
-    def _row_in_fp8(source, target, scales, columns, most: tl.constexpr, block: tl.constexpr):  # noqa: ANN001, ANN202
+    def _row_in_fp8(source, target, scales, columns, most: tl.constexpr, block: tl.constexpr):
         row = tl.program_id(0).to(tl.int64)
         places = tl.arange(0, block)
         inside = places < columns
@@ -25,13 +29,151 @@ if TYPE_CHECKING or HERE:
         tl.store(target + row * columns + places, scaled.to(tl.float8e4nv), mask=inside)
 
     @triton.jit
-    def _widen(source, scales, target, columns, block: tl.constexpr):  # noqa: ANN001, ANN202
+    def _widen(source, scales, target, columns, block: tl.constexpr):
         row = tl.program_id(0).to(tl.int64)
         places = tl.program_id(1) * block + tl.arange(0, block)
         inside = places < columns
         values = tl.load(source + row * columns + places, mask=inside, other=0).to(tl.float32)
         scaled = values * tl.load(scales + row).to(tl.float32)
         tl.store(target + row * columns + places, scaled.to(target.dtype.element_ty), mask=inside)
+
+    @triton.jit
+    def _widen_nf4(
+        packed,
+        maxima,
+        maxima_code,
+        nested_maxima,
+        offset,
+        code,
+        target,
+        num_bytes,
+        num_values,
+        blocks: tl.constexpr,
+        block: tl.constexpr,
+        nested_block: tl.constexpr,
+    ):
+        first = tl.program_id(0).to(tl.int64) * blocks
+        numbers = first + tl.arange(0, blocks)
+        largest = tl.load(maxima + numbers, mask=numbers * block < num_values, other=0)
+        if offset is not None:
+            tl.static_assert(nested_block % blocks == 0)
+            scale = tl.load(nested_maxima + first // nested_block)
+            largest = tl.load(maxima_code + largest.to(tl.int32)) * scale + tl.load(offset)
+        pairs = first * (block // 2) + tl.arange(0, blocks * block // 2)
+        pair = tl.load(packed + pairs, mask=pairs < num_bytes, other=0).to(tl.int32)
+        nibbles = tl.reshape(tl.join(pair >> 4, pair & 15), [blocks * block])
+        # The table lies in shared memory: its 16 entries in a bank each, so that none waits.
+        values = tl.gather(tl.load(code + tl.arange(0, 16)), nibbles, 0)
+        values = tl.reshape(values, [blocks, block]) * largest[:, None]
+        places = first * block + tl.arange(0, blocks * block)
+        wide = tl.reshape(values, [blocks * block]).to(target.dtype.element_ty)
+        tl.store(target + places, wide, mask=places < num_values)
+
+    @triton.jit
+    def _pairs(values, block: tl.constexpr, width: tl.constexpr):
+        """The numbers of pairs apart, in a layout of their own that all of a kernel then keeps."""
+        return tl.split(tl.reshape(values.to(tl.float32), (block, width // 2, 2)))
+
+    @triton.jit
+    def _inverse(first, second, eps, width: tl.constexpr):
+        squares = tl.sum(first * first + second * second, axis=1)
+        return tl.rsqrt(squares / width + eps)[:, None]
+
+    @triton.jit
+    def _rotate(
+        source,
+        weight,
+        cos,
+        sin,
+        target,
+        eps,
+        plus,
+        heads,
+        source_batch,
+        source_token,
+        source_head,
+        angle_batch,
+        angle_token,
+        angle_pair,
+        target_batch,
+        width: tl.constexpr,
+        block: tl.constexpr,
+    ):
+        """Some heads of a token; strides in elements."""
+        token, batch = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+        head = tl.program_id(2) * block + tl.arange(0, block)[:, None]
+        place = tl.arange(0, width)[None, :]
+        inside = head < heads
+        start = source + batch * source_batch + token * source_token + head * source_head
+        values = tl.load(start + place, mask=inside, other=0.0)
+        scales = tl.load(weight + place + tl.zeros_like(head)).to(tl.float32) + plus
+        first, second = _pairs(values, block, width)
+        of_first, of_second = _pairs(scales, block, width)
+        pair = tl.arange(0, width // 2)[None, :] * angle_pair
+        angle = batch * angle_batch + token * angle_token + pair
+        c, s = tl.load(cos + angle), tl.load(sin + angle)
+        inverse = _inverse(first, second, eps, width)
+        first, second = first * inverse * of_first, second * inverse * of_second
+        turned = tl.join(first * c - second * s, second * c + first * s)
+        found = tl.reshape(turned.to(target.dtype.element_ty), (block, width))
+        where = target + batch * target_batch + token * heads * width + head * width + place
+        tl.store(where, found, mask=inside)
+
+    @triton.jit
+    def _rotate_back(
+        gradient,
+        source,
+        weight,
+        cos,
+        sin,
+        target,
+        eps,
+        plus,
+        heads,
+        gradient_batch,
+        gradient_token,
+        gradient_head,
+        source_batch,
+        source_token,
+        source_head,
+        angle_batch,
+        angle_token,
+        angle_pair,
+        target_batch,
+        width: tl.constexpr,
+        block: tl.constexpr,
+    ):
+        token, batch = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+        head = tl.program_id(2) * block + tl.arange(0, block)[:, None]
+        place = tl.arange(0, width)[None, :]
+        inside = head < heads
+        begin = gradient + batch * gradient_batch + token * gradient_token + head * gradient_head
+        given = tl.load(begin + place, mask=inside, other=0.0)
+        start = source + batch * source_batch + token * source_token + head * source_head
+        values = tl.load(start + place, mask=inside, other=0.0)
+        scales = tl.load(weight + place + tl.zeros_like(head)).to(tl.float32) + plus
+        first, second = _pairs(values, block, width)
+        one, other = _pairs(given, block, width)
+        of_first, of_second = _pairs(scales, block, width)
+        pair = tl.arange(0, width // 2)[None, :] * angle_pair
+        angle = batch * angle_batch + token * angle_token + pair
+        c, s = tl.load(cos + angle), tl.load(sin + angle)
+        inverse = _inverse(first, second, eps, width)
+        first, second = first * inverse, second * inverse
+        one, other = (one * c + other * s) * of_first, (other * c - one * s) * of_second
+        mean = tl.sum(one * first + other * second, axis=1)[:, None] / width
+        pairs = tl.join((one - first * mean) * inverse, (other - second * mean) * inverse)
+        found = tl.reshape(pairs.to(target.dtype.element_ty), (block, width))
+        where = target + batch * target_batch + token * heads * width + head * width + place
+        tl.store(where, found, mask=inside)
+
+
+HEADS = 8  # of a program: 8 of 128 numbers are 16 bytes for each of 128 threads
+
+
+def runs_on(tensor: torch.Tensor) -> bool:
+    """Whether these kernels take a tensor."""
+    return tensor.is_cuda and HERE
 
 
 def widened(weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -41,6 +183,39 @@ def widened(weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     block = min(triton.next_power_of_2(columns), 4096)
     launch: Any = _widen
     launch[(rows, triton.cdiv(columns, block))](weight, scales, found, columns, block)
+    return found
+
+
+def widened_nf4(
+    stored: Sequence[torch.Tensor],
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    *,
+    block: int,
+    nested_block: int,
+) -> torch.Tensor:
+    """Two numbers a byte, by a code times the maximum of each block, as bitsandbytes rounds."""
+    packed, maxima, *nested, code = stored
+    maxima_code, nested_maxima, offset = nested or (None, None, None)
+    found = torch.empty(shape, dtype=dtype, device=packed.device)
+    blocks = 64
+    launch: Any = _widen_nf4
+    launch[(triton.cdiv(found.numel(), blocks * block),)](
+        packed,
+        maxima,
+        maxima_code,
+        nested_maxima,
+        offset,
+        code,
+        found,
+        packed.numel(),
+        found.numel(),
+        blocks,
+        block,
+        nested_block,
+        num_warps=4,
+        enable_fp_fusion=False,  # a product is rounded before the offset is added to it
+    )
     return found
 
 
@@ -54,3 +229,64 @@ def rows_in_fp8(matrix: torch.Tensor, *, most: float) -> tuple[torch.Tensor, tor
     launch: Any = _row_in_fp8
     launch[(rows,)](matrix, stored, scales, columns, most, block, num_warps=warps)
     return stored, scales
+
+
+def rotate(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    target: torch.Tensor,
+    *,
+    eps: float,
+    plus: float,
+) -> None:
+    """Batch, tokens, heads, width: normed and turned, into a part of a whole tensor."""
+    cos, sin = _alike(cos, sin)
+    launch: Any = _rotate
+    launch[_grid(x)](
+        *(_dense_heads(x), weight, cos, sin, target, eps, plus, x.shape[2]),
+        *(*_dense_heads(x).stride()[:3], *_steps(cos), target.stride(0), x.shape[3], HEADS),
+    )
+
+
+def rotate_back(
+    gradient: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    target: torch.Tensor,
+    *,
+    eps: float,
+    plus: float,
+) -> None:
+    """The gradient of what `rotate` was given."""
+    cos, sin = _alike(cos, sin)
+    gradient, x = _dense_heads(gradient), _dense_heads(x)
+    launch: Any = _rotate_back
+    launch[_grid(x)](
+        *(gradient, x, weight, cos, sin, target, eps, plus, x.shape[2]),
+        *(*gradient.stride()[:3], *x.stride()[:3], *_steps(cos), target.stride(0)),
+        *(x.shape[3], HEADS),
+    )
+
+
+def _grid(x: torch.Tensor) -> tuple[int, int, int]:
+    batch, tokens, heads, _ = x.shape
+    return tokens, batch, triton.cdiv(heads, HEADS)
+
+
+def _dense_heads(x: torch.Tensor) -> torch.Tensor:
+    return x if x.stride(3) == 1 else x.contiguous()
+
+
+def _alike(cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both in float32 and laid out alike, as one kernel steps through them."""
+    cos, sin = cos.float(), sin.float()
+    return (cos, sin) if cos.stride() == sin.stride() else (cos.contiguous(), sin.contiguous())
+
+
+def _steps(angles: torch.Tensor) -> tuple[int, int, int]:
+    batch, token, pair = angles.stride()
+    return (batch if angles.shape[0] > 1 else 0), token, pair

@@ -230,13 +230,22 @@ def from_int8(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 def from_nf4(
     stored: Sequence[torch.Tensor], shape: tuple[int, int], dtype: torch.dtype
 ) -> torch.Tensor:
-    """The weight: rows, features; by bitsandbytes' own kernels."""
-    from bitsandbytes import functional as bnb  # type: ignore[import-not-found]
-
+    """The weight: rows, features; the bits of bitsandbytes' own kernels."""
     packed, maxima, *nested, code = stored
-    kind: Any = {"blocksize": NF4_BLOCK, "quant_type": "nf4", "dtype": dtype, "code": code}
-    state = bnb.QuantState(plain_maxima(maxima, *nested), shape=torch.Size(shape), **kind)
-    return bnb.dequantize_4bit(packed, state)
+    if packed.is_cuda and kernels.HERE:
+        sizes = {"block": NF4_BLOCK, "nested_block": NESTED_BLOCK}
+        return kernels.widened_nf4(stored, shape, dtype, **sizes)
+    maxima = plain_maxima(maxima, *nested)
+    if packed.is_cuda:
+        from bitsandbytes import functional as bnb  # type: ignore[import-not-found]
+
+        kind: Any = {"blocksize": NF4_BLOCK, "quant_type": "nf4", "dtype": dtype, "code": code}
+        return bnb.dequantize_4bit(packed, bnb.QuantState(maxima, torch.Size(shape), **kind))
+    # On CPUs with AVX-512 bitsandbytes' own errs where a block ends within a row.
+    whole = functional.pad(packed.view(-1), (0, NF4_BLOCK // 2 * len(maxima) - len(packed)))
+    pairs = torch.cartesian_prod(code, code)  # the numbers of each byte, high bits first
+    found = functional.embedding(whole.int(), pairs).view(-1, NF4_BLOCK).mul_(maxima[:, None])
+    return found.view(-1)[: shape[0] * shape[1]].view(shape).to(dtype)
 
 
 def plain_maxima(maxima: torch.Tensor, *nested: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,8 @@
 """Bases as people publish them: components stored in bitsandbytes' NF4, and their dense twins."""
 
+import copy
 import json
+import math
 import shutil
 
 import torch
@@ -75,11 +77,42 @@ def quantised(weight, *, nested=True):
 
 def dequantised(tensors, name):
     """A stored weight by bitsandbytes' own hands, whatever ours are."""
-    from bitsandbytes.functional import QuantState, dequantize_4bit
+    from bitsandbytes.functional import QuantState
 
     parts = {key: t for key, t in tensors.items() if key.startswith(f"{name}.")}
     state = QuantState.from_dict(dict(parts), device=torch.device("cpu"))
-    return dequantize_4bit(tensors[name], state)
+    return by_bitsandbytes(tensors[name], state)
+
+
+def by_bitsandbytes(packed, state):
+    """The weight of a state by bitsandbytes' public function, the same on every CPU.
+
+    Its kernel for AVX-512 errs where a block ends within a row. Of rows of one number each it takes
+    its plain operators instead, which it would compile for every size.
+    """
+    from bitsandbytes.functional import dequantize_4bit
+
+    column = copy.copy(state)
+    column.shape = torch.Size((math.prod(state.shape), 1))
+    with torch.compiler.set_stance("force_eager"):
+        return dequantize_4bit(packed, column).view(state.shape)
+
+
+def compute_alike(monkeypatch):
+    """bitsandbytes' own layers multiply by the numbers that they hold, on every CPU.
+
+    Made on one with AVX512-BF16 they pack them anew, which fails where a row is no whole number of
+    blocks, and multiply in bfloat16 whatever they are asked for.
+    """
+    import bitsandbytes
+
+    def matmul_4bit(x, packed, *, bias, quant_state):
+        state = copy.copy(quant_state)
+        state.dtype = x.dtype
+        return torch.nn.functional.linear(x, by_bitsandbytes(packed, state), bias)
+
+    monkeypatch.setattr(bitsandbytes.nn.modules, "has_avx512bf16", lambda: False)
+    monkeypatch.setattr(bitsandbytes, "matmul_4bit", matmul_4bit)
 
 
 def linears(config):

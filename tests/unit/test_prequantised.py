@@ -342,13 +342,19 @@ def encoders(bases, tmp_path_factory):
     return root
 
 
+@pytest.fixture
+def alike(monkeypatch):
+    """bitsandbytes' own layers compute the same on every CPU."""
+    stored_in_nf4.compute_alike(monkeypatch)
+
+
 def texts(folder):
     flux = families.get("flux")
     encoders = flux.load_text_encoders(opened(folder), dtype=torch.float32, device=CPU)
     return encoders, flux.encode_captions(encoders, ["a red fox"], max_length=16)[0]["text_embeds"]
 
 
-def test_a_text_encoder_is_loaded_as_it_is_stored(encoders):
+def test_a_text_encoder_is_loaded_as_it_is_stored(encoders, alike):
     from bitsandbytes.nn import Linear4bit
 
     (few, found), (_, expected) = texts(encoders / "few"), texts(encoders / "wide")
@@ -358,7 +364,7 @@ def test_a_text_encoder_is_loaded_as_it_is_stored(encoders):
     assert relative(found, expected) < 1e-4
 
 
-def test_a_text_encoder_that_cannot_be_moved_is_loaded_where_it_stays(encoders, monkeypatch):
+def test_a_text_encoder_that_cannot_be_moved_is_loaded_where_it_stays(encoders, alike, monkeypatch):
     """As bitsandbytes' layers on a GPU refuse to be."""
     from transformers import T5EncoderModel
 
@@ -384,7 +390,9 @@ def test_a_component_in_few_bits_is_another_than_the_dense_one(bases, encoders, 
 
 
 @pytest.mark.parametrize("name", ["krea2", "qwen_image"])
-def test_it_computes_what_it_computes_as_diffusers_loads_it(bases, name, tmp_path, monkeypatch):
+def test_it_computes_what_it_computes_as_diffusers_loads_it(
+    bases, name, alike, tmp_path, monkeypatch
+):
     """diffusers asks for a GPU first; bitsandbytes' own layers compute on a CPU as well."""
     from diffusers.quantizers.bitsandbytes.bnb_quantizer import BnB4BitDiffusersQuantizer
 

@@ -1,0 +1,257 @@
+"""Attention of compiled blocks: diffusers' own processors, but q and k normed and turned at once.
+
+Same layers in the same order, same attention; only `lib.rotary` stands where each processor has a
+norm, a join of streams and a rotation. What has no norm or no rotation keeps diffusers' own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+
+from lib import rotary
+from lib.rotary import Stream
+
+Angles = tuple[torch.Tensor, torch.Tensor]  # cosines and sines: batch or 1, tokens, pairs
+
+
+class _Part(NamedTuple):
+    """A stream's answers, and the norms of its q and k: batch, tokens, heads times width."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    norm_q: Any
+    norm_k: Any
+    angles: Angles
+
+
+class Processor:
+    """In the place of one of diffusers', which it keeps for what it does not do itself."""
+
+    replaces: ClassVar[tuple[str, ...]]
+    plus: ClassVar = 0.0  # of weights of norms that are stored around zero
+
+    def __init__(self, own: Any):
+        self.own = own
+
+    def attended(self, parts: Sequence[_Part], mask: torch.Tensor | None) -> torch.Tensor:
+        """Of all streams, one after the other: batch, tokens, heads times width."""
+        from diffusers.models.attention_dispatch import dispatch_attention_fn
+
+        query, key = (
+            self._turned(parts, lambda part: (part.query, part.norm_q)),
+            self._turned(parts, lambda part: (part.key, part.norm_k)),
+        )
+        values = [_heads(part.value, part.norm_k) for part in parts]
+        value = values[0] if len(values) == 1 else torch.cat(values, dim=1)
+        if groups := query.shape[2] // key.shape[2] - 1:
+            key, value = (x.repeat_interleave(groups + 1, dim=2) for x in (key, value))
+        found = dispatch_attention_fn(
+            query, key, value, attn_mask=mask, backend=self.own._attention_backend
+        )
+        return found.flatten(2, 3).to(query.dtype)
+
+    def _turned(
+        self, parts: Sequence[_Part], pick: Callable[[_Part], tuple[torch.Tensor, Any]]
+    ) -> torch.Tensor:
+        streams = []
+        for part in parts:
+            x, norm = pick(part)
+            streams.append(Stream(_heads(x, norm), norm.weight, *part.angles))
+        return rotary.rotated(streams, eps=pick(parts[0])[1].eps, plus=self.plus)
+
+
+def _heads(x: torch.Tensor, norm: Any) -> torch.Tensor:
+    return x.unflatten(-1, (-1, norm.weight.shape[0]))
+
+
+def _of_pairs(cos: torch.Tensor, sin: torch.Tensor) -> Angles:
+    """Of tables that have each pair's angle twice: tokens, width."""
+    return cos[None, :, ::2], sin[None, :, ::2]
+
+
+def _of_complex(turns: torch.Tensor) -> Angles:
+    """Of unit numbers, one a pair; their tokens and pairs are the last two sides."""
+    real = torch.view_as_real(turns if turns.ndim == 3 else turns[None])
+    return real[..., 0], real[..., 1]
+
+
+class Flux(Processor):
+    """FLUX.1's blocks of both kinds, and FLUX.2's double ones."""
+
+    replaces = ("FluxAttnProcessor", "Flux2AttnProcessor")
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        image_rotary_emb: Angles | None = None,
+    ) -> Any:
+        if image_rotary_emb is None or attn.fused_projections:
+            return self.own(
+                attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb
+            )
+        cos, sin = _of_pairs(*image_rotary_emb)
+        texts = 0 if encoder_hidden_states is None else encoder_hidden_states.shape[1]
+        angles = (cos[:, texts:], sin[:, texts:])
+        query, key, value = (layer(hidden_states) for layer in (attn.to_q, attn.to_k, attn.to_v))
+        parts = [_Part(query, key, value, attn.norm_q, attn.norm_k, angles)]
+        if encoder_hidden_states is None:
+            return self.attended(parts, attention_mask)
+        added = (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)
+        query, key, value = (layer(encoder_hidden_states) for layer in added)
+        angles = (cos[:, :texts], sin[:, :texts])
+        parts.insert(0, _Part(query, key, value, attn.norm_added_q, attn.norm_added_k, angles))
+        text, image = _cut(self.attended(parts, attention_mask), texts)
+        return attn.to_out[1](attn.to_out[0](image)), attn.to_add_out(text)
+
+
+class FluxParallel(Processor):
+    """FLUX.2's single blocks, whose first product is q, k, v and the feed-forward's."""
+
+    replaces = ("Flux2ParallelSelfAttnProcessor",)
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        image_rotary_emb: Angles | None = None,
+    ) -> torch.Tensor:
+        if image_rotary_emb is None:
+            return self.own(attn, hidden_states, attention_mask, image_rotary_emb)
+        whole = attn.to_qkv_mlp_proj(hidden_states)
+        *qkv, hidden = whole.split(
+            [*[attn.inner_dim] * 3, attn.mlp_hidden_dim * attn.mlp_mult_factor], dim=-1
+        )
+        query, key, value = qkv
+        part = _Part(query, key, value, attn.norm_q, attn.norm_k, _of_pairs(*image_rotary_emb))
+        found = self.attended([part], attention_mask)
+        return attn.to_out(torch.cat([found, attn.mlp_act_fn(hidden)], dim=-1))
+
+
+class QwenImage(Processor):
+    """Its double blocks; the mask is of text tokens."""
+
+    replaces = ("QwenDoubleStreamAttnProcessor2_0",)
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor,
+        encoder_hidden_states_mask: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        image_rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if image_rotary_emb is None or attention_mask is not None:
+            return self.own(
+                attn,
+                hidden_states,
+                encoder_hidden_states,
+                encoder_hidden_states_mask,
+                attention_mask,
+                image_rotary_emb,
+            )
+        mask = None
+        if encoder_hidden_states_mask is not None:
+            pictures = encoder_hidden_states_mask.new_ones(
+                hidden_states.shape[:2], dtype=torch.bool
+            )
+            mask = torch.cat([encoder_hidden_states_mask, pictures], dim=1)[:, None, None, :]
+        turns, text_turns = image_rotary_emb
+        query, key, value = (layer(hidden_states) for layer in (attn.to_q, attn.to_k, attn.to_v))
+        image = _Part(query, key, value, attn.norm_q, attn.norm_k, _of_complex(turns))
+        added = (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)
+        query, key, value = (layer(encoder_hidden_states) for layer in added)
+        text = _Part(
+            query, key, value, attn.norm_added_q, attn.norm_added_k, _of_complex(text_turns)
+        )
+        found = self.attended([text, image], mask)
+        of_text, of_image = _cut(found, encoder_hidden_states.shape[1])
+        return attn.to_out[1](attn.to_out[0](of_image)), attn.to_add_out(of_text)
+
+
+class ZImage(Processor):
+    """One stream, whose tokens have angles of their own in each picture."""
+
+    replaces = ("ZSingleStreamAttnProcessor",)
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        freqs_cis: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        if freqs_cis is None:
+            return self.own(attn, hidden_states, encoder_hidden_states, attention_mask, freqs_cis)
+        query, key, value = (layer(hidden_states) for layer in (attn.to_q, attn.to_k, attn.to_v))
+        part = _Part(query, key, value, attn.norm_q, attn.norm_k, _of_complex(freqs_cis))
+        if attention_mask is not None and attention_mask.ndim == 2:
+            attention_mask = attention_mask[:, None, None, :]
+        return attn.to_out[1](attn.to_out[0](self.attended([part], attention_mask)))
+
+
+class Krea2(Processor):
+    """One stream with fewer heads of k and v, and a gate."""
+
+    replaces = ("Krea2AttnProcessor",)
+    plus = 1.0
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        image_rotary_emb: Angles | None = None,
+    ) -> torch.Tensor:
+        if image_rotary_emb is None:
+            return self.own(attn, hidden_states, attention_mask, image_rotary_emb)
+        query, key, value = (layer(hidden_states) for layer in (attn.to_q, attn.to_k, attn.to_v))
+        gate = attn.to_gate(hidden_states)
+        part = _Part(query, key, value, attn.norm_q, attn.norm_k, _of_pairs(*image_rotary_emb))
+        found = self.attended([part], attention_mask)
+        return attn.to_out[0](found * torch.sigmoid(gate))
+
+
+KINDS = (Flux, FluxParallel, QwenImage, ZImage, Krea2)
+OURS = {name: kind for kind in KINDS for name in kind.replaces}
+NORMS = ("norm_q", "norm_k", "norm_added_q", "norm_added_k")
+
+
+def _cut(found: torch.Tensor, texts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Texts and pictures, each as one tensor."""
+    return found[:, :texts].contiguous(), found[:, texts:].contiguous()
+
+
+def engage(denoiser: Any) -> None:
+    """Put ours where diffusers' are."""
+    for module in denoiser.modules():
+        kind = OURS.get(type(getattr(module, "processor", None)).__name__)
+        if kind is not None and _fits(module):
+            module.processor = kind(module.processor)
+
+
+def disengage(denoiser: Any) -> None:
+    """Put diffusers' back."""
+    for module in denoiser.modules():
+        if isinstance(getattr(module, "processor", None), Processor):
+            module.processor = module.processor.own
+
+
+def _fits(attn: Any) -> bool:
+    """Whether every norm of heads is by the root mean square, with a weight alone."""
+    norms = [norm for name in NORMS if (norm := getattr(attn, name, None)) is not None]
+    return bool(norms) and all(
+        getattr(norm, "weight", None) is not None
+        and getattr(norm, "bias", None) is None
+        and norm.weight.shape[0] % 2 == 0
+        for norm in norms
+    )

@@ -1,0 +1,128 @@
+"""Kernels of our own: who takes them, and that they have the bits of what they replace."""
+
+import importlib.util
+
+import pytest
+import torch
+
+from lib import kernels, products
+from tests.unit.stored_in_nf4 import by_bitsandbytes
+
+pytest.importorskip("bitsandbytes", exc_type=ImportError)
+
+NESTED = pytest.mark.parametrize("nested", [True, False], ids=["nested", "not nested"])
+
+
+class OnGpu(torch.Tensor):
+    """A tensor that says it is on a GPU."""
+
+    is_cuda = True
+
+
+@pytest.fixture
+def ours():
+    """The kernels, and a device that computes them: without a GPU they are interpreted."""
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        return kernels, torch.device("cuda")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        found = importlib.util.spec_from_file_location("kernels_interpreted", kernels.__file__)
+        module = importlib.util.module_from_spec(found)
+        found.loader.exec_module(module)
+    return module, torch.device("cpu")
+
+
+def drawn(rows, features, *, nested, device="cpu"):
+    """Every byte there may be, as what is stored; the maxima of its blocks."""
+    from bitsandbytes import functional as bnb
+
+    source = torch.Generator().manual_seed(rows)
+    blocks = -(-rows * features // products.NF4_BLOCK)
+    packed = torch.randint(256, (-(-rows * features // 2), 1), generator=source)
+    found = [packed.to(torch.uint8)]
+    if nested:
+        found += [
+            torch.randint(256, (blocks,), generator=source).to(torch.uint8),
+            bnb.create_dynamic_map(),
+            torch.rand(-(-blocks // products.NESTED_BLOCK), generator=source) / 7,
+            torch.tensor(0.11),
+        ]
+    else:
+        found.append(torch.rand(blocks, generator=source) / 7)
+    return [t.to(device) for t in (*found, bnb.get_4bit_type("nf4", device="cpu"))]
+
+
+def expected_of(stored, shape, dtype):
+    """The weight by bitsandbytes."""
+    from bitsandbytes.functional import QuantState
+
+    packed, maxima, *nested, code = stored
+    state = QuantState(maxima, torch.Size(shape), code, products.NF4_BLOCK, "nf4", dtype)
+    if nested:
+        inner, of_maxima, state.offset = nested
+        kind = {"blocksize": products.NESTED_BLOCK, "code": inner, "dtype": torch.float32}
+        state.nested, state.state2 = True, QuantState(of_maxima, **kind)
+    return by_bitsandbytes(packed, state)
+
+
+# 50 values; whole programs; more blocks than share a nested maximum, the last one cut short.
+@pytest.mark.parametrize("shape", [(5, 10), (128, 64), (300, 202)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@NESTED
+def test_nf4_widens_to_the_bits_of_bitsandbytes(ours, nested, dtype, shape):
+    module, device = ours
+    stored = drawn(*shape, nested=nested, device=device)
+    sizes = {"block": products.NF4_BLOCK, "nested_block": products.NESTED_BLOCK}
+    found = module.widened_nf4(stored, shape, dtype, **sizes)
+    expected = expected_of(stored, shape, dtype)
+    if dtype is torch.bfloat16 and module is not kernels:  # Triton's interpreter cuts off
+        bits = expected_of(stored, shape, torch.float32).view(torch.int32)
+        expected = (bits & -65536).view(torch.float32).to(dtype)
+    assert (found.dtype, found.shape) == (dtype, shape)
+    assert torch.equal(found, expected)
+    assert expected.unique().numel() > 10
+
+
+# Of the first a block ends within a row, of the others the last block is cut short.
+@pytest.mark.parametrize("shape", [(192, 32), (5, 10), (5, 15), (300, 202), (255, 85)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@NESTED
+def test_nf4_widens_to_the_same_bits_on_every_cpu(nested, dtype, shape):
+    stored = drawn(*shape, nested=nested)
+    found, expected = products.from_nf4(stored, shape, dtype), expected_of(stored, shape, dtype)
+    assert (found.dtype, found.shape) == (dtype, shape)
+    assert torch.equal(found, expected)
+    assert expected.unique().numel() > 10
+
+
+@NESTED
+def test_nf4_widens_by_our_kernel_where_there_are_a_gpu_and_triton(monkeypatch, nested):
+    """Without Triton by bitsandbytes' on a GPU, and by neither on a CPU."""
+    from bitsandbytes import functional as bnb
+
+    dequantize_4bit, theirs = bnb.dequantize_4bit, []
+
+    def watched(packed, state):
+        theirs.append(packed.is_cuda)
+        return dequantize_4bit(packed, state)
+
+    stored, shape = drawn(6, 64, nested=nested), (6, 64)
+    there = [stored[0].as_subclass(OnGpu), *stored[1:]]
+    asked = []
+
+    def widened(given, *others, **sizes):
+        asked.append((len(given), given[0].is_cuda, *others, sizes))
+        return torch.zeros(shape)
+
+    monkeypatch.setattr(bnb, "dequantize_4bit", watched)
+    monkeypatch.setattr(kernels, "widened_nf4", widened)
+    monkeypatch.setattr(kernels, "HERE", False)
+    expected = products.from_nf4(there, shape, torch.float16)
+    monkeypatch.setattr(kernels, "HERE", True)
+    assert torch.equal(products.from_nf4(stored, shape, torch.float16), expected)
+    assert (asked, theirs) == ([], [True])
+    assert not products.from_nf4(there, shape, torch.float16).any()
+    sizes = {"block": 64, "nested_block": 256}
+    assert asked == [(6 if nested else 3, True, shape, torch.float16, sizes)]
+    assert theirs == [True]
