@@ -148,6 +148,7 @@ def prepared(asked: argparse.Namespace, folder: Path) -> list[str]:
     release()
     with told("pictures drawn"):
         draw_pictures(folder / "data", count=PICTURES, side=side_of(asked))
+        one_caption(folder / "data")
     settings = settings_of(asked, folder)
     for stage in ("encode_captions", "build_latent_cache", "plan"):
         with told(f"stages.{stage}"):
@@ -192,10 +193,9 @@ def write_denoiser(
         (folder / name).write_text(json.dumps(index), encoding="utf-8")
 
 
-def same_captions(folder: Path) -> str:
-    """The pictures once more, all with the first one's caption, which is given back."""
-    shutil.copytree(folder / "data", folder / "same")
-    files = sorted((folder / "same").glob("*.txt"))
+def one_caption(data: Path) -> str:
+    """The first picture's caption, which all have from now on: one length of text."""
+    files = sorted(data.glob("*.txt"))
     for file in files[1:]:
         shutil.copy(files[0], file)
     return files[0].read_text(encoding="utf-8")
@@ -241,22 +241,24 @@ def bare(family: str, case: str, *options: str) -> float:
 
 def loop(asked: argparse.Namespace, folder: Path) -> str:
     """A step in a whole run beside the step alone."""
-    caption, compiles = same_captions(folder), pick_device().type == "cuda"
+    caption, compiles = one_caption(folder / "data"), pick_device().type == "cuda"
     levers = f"trainer.compile={'always' if compiles else 'never'}"
     overrides = [levers, "trainer.gradient_checkpointing=never", *asked.overrides]
     given = argparse.Namespace(**{**vars(asked), "overrides": overrides})
     pinned = (
         *(f"trainer.max_steps={asked.loop}", f"trainer.save_every={asked.loop}", "name=loop"),
-        *(f"dataset.root={folder}/same", f"adapter.rank={RANK}", "trainer.batch_size=1"),
+        *(f"adapter.rank={RANK}", "trainer.batch_size=1"),
     )
-    command("train", settings_of(given, folder, *pinned))
+    with told("the whole run"):
+        command("train", settings_of(given, folder, *pinned))
     events = events_of(folder / "outputs" / "loop")
     decided = {e["name"]: e["value"] for e in events if e["kind"] == "decision"}
     case = case_of(decided, precision=asked.precision, side=side_of(asked))
     options = ["--tiny"] * asked.tiny + ["--flash4"] * (decided["attention"] == "flash 4")
     if families.get(asked.family).FACTS.caption_rule["positions"] != "all":
         options += ["--words", str(words_of(folder / "store", caption))]
-    whole, alone = pace(events), bare(asked.family, case, *options)
+    with told("the step alone"):
+        whole, alone = pace(events), bare(asked.family, case, *options)
     what = " ".join([asked.family, case, *options, f"({decided['attention']})"])
     return (
         f"{what}, {asked.loop} steps\n\n| whole loop, ms a step | the step alone | excess |\n"

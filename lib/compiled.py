@@ -11,7 +11,9 @@ from lib import files
 
 FOLDER = "compiled"
 PLACE = "TORCHINDUCTOR_CACHE_DIR"  # asked at each compilation; Triton's lies under it
-VARIABLES = (PLACE, "TRITON_CACHE_DIR")
+# FlashAttention-4's, which are asked when it is imported; it compiles anew in each process else.
+FLASH, FLASH_PLACE = (f"FLASH_ATTENTION_CUTE_DSL_CACHE_{name}" for name in ("ENABLED", "DIR"))
+VARIABLES = (PLACE, "TRITON_CACHE_DIR", FLASH, FLASH_PLACE)
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,8 @@ def compiled_in(root: Path, *, build: str) -> Iterator[None]:
     if before[PLACE] is None:
         files.touch(folder)
         os.environ[PLACE] = str(folder)
+    if before[FLASH] is None and before[FLASH_PLACE] is None:
+        os.environ |= {FLASH: "1", FLASH_PLACE: str(Path(os.environ[PLACE]) / "flash")}
     try:
         yield
     finally:

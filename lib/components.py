@@ -27,9 +27,15 @@ def load_encoder(
     model_class: Any, base: Base, component: str, *, dtype: torch.dtype, device: Any
 ) -> Any:
     """A model of transformers, as it is stored."""
-    if QUANTISED in base.component(component).config:  # one in 4 bits cannot be moved later
-        return _read(model_class, base, component, dtype=dtype, device_map={"": str(device)})
-    return _read(model_class, base, component, dtype=dtype).to(device)
+    if QUANTISED not in base.component(component).config:
+        return _read(model_class, base, component, dtype=dtype).to(device)
+    # One in 4 bits cannot be moved later.
+    model = _read(model_class, base, component, dtype=dtype, device_map={"": str(device)})
+    if str(device) != "cpu":
+        return model
+    from lib import prequantised
+
+    return _frozen(prequantised.taken_over(model, base, component, dtype=dtype))
 
 
 def _read(model_class: Any, base: Base, component: str, **options: Any) -> Any:

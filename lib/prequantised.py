@@ -1,7 +1,8 @@
-"""A denoiser that its base stores in bitsandbytes' NF4: layers stay as stored, bit for bit.
+"""Models that their base stores in bitsandbytes' NF4: layers stay as stored, bit for bit.
 
-diffusers puts bitsandbytes' own layers in, and only where there is a GPU. Here each is a
-`StoredNf4`, which PEFT and diffusers take for a linear layer and `lib.binding` may join.
+diffusers puts bitsandbytes' own layers in, and only where there is a GPU; transformers does
+anywhere, and on a CPU they may err. Here each is a `StoredNf4`, which PEFT and diffusers take for a
+linear layer and `lib.binding` may join.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -83,13 +85,54 @@ def load(model_class: Any, base: Base, component: str, *, dtype: torch.dtype) ->
     found = _read(folder / name for name in described.weights)
     with init_empty_weights():  # buffers that the model computes are there
         model = model_class.from_config(dict(described.config))
-    try:
+    with _refusing(base, component):
         stored = dict(_stored(found))
         _fill(model, found, stored, dtype=dtype)
+    return model
+
+
+def taken_over(model: Any, base: Base, component: str, *, dtype: torch.dtype) -> Any:
+    """A model on the CPU whose layers are bitsandbytes' own and have not computed yet, with ours.
+
+    With AVX512-BF16 theirs multiply in bfloat16 whatever is asked, by weights packed anew, which
+    fails where a row is no whole number of blocks.
+    """
+    from bitsandbytes.nn import Linear4bit  # type: ignore[import-not-found]
+
+    theirs = {name: layer for name, layer in model.named_modules() if type(layer) is Linear4bit}
+    with _refusing(base, component):
+        for name, layer in theirs.items():
+            weight = torch.empty(layer.out_features, layer.in_features, dtype=dtype, device="meta")
+            parts = _parts(name, layer.weight)
+            model.set_submodule(name, StoredNf4(linear_of(weight, layer.bias), parts))
+    return model
+
+
+@contextmanager
+def _refusing(base: Base, component: str) -> Iterator[None]:
+    try:
+        yield
     except ValueError as error:
         why, remedy = f"{component} cannot be read: {error}", "save it again, or take another base"
         raise InputRefused(Problem(f"family.base={base.reference}", why, remedy=remedy)) from error
-    return model
+
+
+def _parts(name: str, weight: Any) -> Tensors:
+    """The tensors of bitsandbytes' own weight, under our names."""
+    state, nested = weight.quant_state, weight.quant_state.state2
+    parts = {"packed": _bytes(weight.data), "maxima": state.absmax, "code": state.code}
+    blocks = {"blocksize": state.blocksize}
+    if nested is not None:
+        blocks["nested_blocksize"] = nested.blocksize
+        parts |= {"maxima_code": nested.code, "nested_maxima": nested.absmax}
+        parts["offset"] = state.offset
+    _check(name, blocks, parts)
+    return parts
+
+
+def _bytes(packed: torch.Tensor) -> torch.Tensor:
+    """Of any `bnb_4bit_quant_storage`."""
+    return packed.view(torch.uint8).reshape(-1, 1)
 
 
 def _read(paths: Iterable[Path]) -> Tensors:
@@ -107,8 +150,7 @@ def _stored(found: Tensors) -> Iterator[tuple[str, Tensors]]:
         if "nested_offset" in state:
             parts["offset"] = torch.tensor(float(state["nested_offset"]))
         _check(name, state, parts)
-        packed = parts["packed"].view(torch.uint8).reshape(-1, 1)  # of any `bnb_4bit_quant_storage`
-        yield name, {**parts, "packed": packed}
+        yield name, {**parts, "packed": _bytes(parts["packed"])}
 
 
 def _check(name: str, state: Mapping[str, Any], parts: Tensors) -> None:

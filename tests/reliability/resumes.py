@@ -90,7 +90,7 @@ def _import(family: str) -> None:
     for classes in families.get(family).FACTS.classes.values():
         name = classes.split("|")[0]
         getattr(diffusers, name, None) or getattr(transformers, name, None)
-    if "bitsandbytes" not in sys.modules and importlib.util.find_spec("bitsandbytes") is None:
+    if lacks_bitsandbytes():
         from peft import import_utils
 
         from tests.unit import eight_bits
@@ -98,6 +98,11 @@ def _import(family: str) -> None:
         # They remember it: the stand-in has none of the layers for which PEFT would look.
         assert not any((import_utils.is_bnb_available(), import_utils.is_bnb_4bit_available()))
         sys.modules["bitsandbytes"] = eight_bits.module()
+
+
+def lacks_bitsandbytes() -> bool:
+    """Whether no package of that name can be imported, nor stands one in already."""
+    return "bitsandbytes" not in sys.modules and importlib.util.find_spec("bitsandbytes") is None
 
 
 def _make(whole: Whole, root: Path, stage: str) -> None:

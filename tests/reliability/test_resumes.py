@@ -16,10 +16,10 @@ PLAIN, EIGHT_BITS = "AdamW, warm-up, EMA", "8-bit AdamW, linear"
 @pytest.fixture(scope="module", params=[PLAIN, EIGHT_BITS])
 def whole(request, tmp_path_factory):
     """The undisturbed run of a variant; what stands in for a package is gone afterwards."""
-    there = "bitsandbytes" in sys.modules
+    lacked = resumes.lacks_bitsandbytes()
     run = resumes.whole_run("flux", request.param, tmp_path_factory.mktemp("resumes"))
     yield request.param, run
-    if not there:
+    if lacked:
         sys.modules.pop("bitsandbytes", None)
 
 

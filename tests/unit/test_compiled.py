@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from lib.compiled import FOLDER, VARIABLES, builds_of, compiled_in
+from lib.compiled import FLASH, FLASH_PLACE, FOLDER, VARIABLES, builds_of, compiled_in
 
-PLACE, TRITON = VARIABLES
+PLACE, TRITON, *_ = VARIABLES
 
 
 @pytest.fixture(autouse=True)
@@ -62,9 +62,27 @@ def test_a_place_that_the_user_has_chosen_stays_theirs(tmp_path, monkeypatch, fa
                 raise KeyError
     except KeyError:
         assert fails
-    assert {name: os.environ[name] for name in VARIABLES} == theirs
+    assert {name: os.environ[name] for name in VARIABLES if name in os.environ} == theirs
     assert (tmp_path / "theirs" / "kernel").exists()
     assert builds_of(tmp_path / "store") == []
+
+
+def test_what_flash_attention_compiles_lies_beside_it(tmp_path, monkeypatch):
+    with compiled_in(tmp_path / "store", build="torch"):
+        ours = os.environ[FLASH], os.environ[FLASH_PLACE]
+    assert ours == ("1", str(tmp_path / "store" / FOLDER / "torch" / "flash"))
+    monkeypatch.setenv(PLACE, str(tmp_path / "theirs"))
+    with compiled_in(tmp_path / "store", build="torch"):
+        assert os.environ[FLASH_PLACE] == str(tmp_path / "theirs" / "flash")
+    assert not set(VARIABLES[1:]) & os.environ.keys()
+
+
+@pytest.mark.parametrize("name", [FLASH, FLASH_PLACE])
+def test_flash_attention_is_left_to_a_user_who_has_chosen(tmp_path, monkeypatch, name):
+    monkeypatch.setenv(name, "0")
+    with compiled_in(tmp_path, build="torch"):
+        assert {FLASH, FLASH_PLACE} & os.environ.keys() == {name}
+    assert os.environ[name] == "0"
 
 
 def test_each_use_of_a_build_is_marked(tmp_path):

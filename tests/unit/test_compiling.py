@@ -1,6 +1,11 @@
 """What compiling changes around a block, and that it is taken back; by compilers that are quick."""
 
+from functools import partial
+
+import pytest
 import torch
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
 
 from lib.compiling import compile_blocks, run_as_written
 from tests.unit.bound import storages, tiny
@@ -41,3 +46,26 @@ def test_compilation_is_taken_back_whole():
     assert len(storages(answers(made))) == 1
     assert not any(module._compiled_call_impl for module in made.denoiser.modules())
     assert kinds(made.denoiser) == before
+
+
+# torch's own: its compiler makes an instance of each Function, and looks at gradients of inputs.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*not a leaf Tensor:UserWarning")
+def test_a_block_and_its_answers_are_one_graph_with_a_gradient_for_each(monkeypatch):
+    """Answers made apart by a hook are a graph of their own, after one whose answers are cut."""
+    made, gradients = tiny("flux"), []
+    made.bind()
+
+    def backward(module, _inputs):
+        names = [node.name for node in module.graph.nodes if node.op == "placeholder"]
+        gradients.append(sum(name.startswith("tangents") for name in names))
+        return make_boxed_func(module)
+
+    backend = aot_autograd(
+        fw_compiler=lambda module, _inputs: make_boxed_func(module), bw_compiler=backward
+    )
+    compiled = partial(type(made.denoiser).compile_repeated_blocks, made.denoiser, backend=backend)
+    monkeypatch.setattr(made.denoiser, "compile_repeated_blocks", compiled, raising=False)
+    compile_blocks(made.denoiser, fixed_text=True)
+    made.loss().backward()
+    assert gradients == [2, 2]  # of a single block, of a double one

@@ -1,11 +1,12 @@
 """Kernels of our own: who takes them, and that they have the bits of what they replace."""
 
 import importlib.util
+import os
 
 import pytest
 import torch
 
-from lib import kernels, products
+from lib import kernels, products, rotary
 from tests.unit.stored_in_nf4 import by_bitsandbytes
 
 pytest.importorskip("bitsandbytes", exc_type=ImportError)
@@ -20,16 +21,15 @@ class OnGpu(torch.Tensor):
 
 
 @pytest.fixture
-def ours():
+def ours(monkeypatch):
     """The kernels, and a device that computes them: without a GPU they are interpreted."""
     pytest.importorskip("triton")
     if torch.cuda.is_available():
         return kernels, torch.device("cuda")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "1")
-        found = importlib.util.spec_from_file_location("kernels_interpreted", kernels.__file__)
-        module = importlib.util.module_from_spec(found)
-        found.loader.exec_module(module)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    found = importlib.util.spec_from_file_location("kernels_interpreted", kernels.__file__)
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
     return module, torch.device("cpu")
 
 
@@ -126,3 +126,35 @@ def test_nf4_widens_by_our_kernel_where_there_are_a_gpu_and_triton(monkeypatch, 
     sizes = {"block": 64, "nested_block": 256}
     assert asked == [(6 if nested else 3, True, shape, torch.float16, sizes)]
     assert theirs == [True]
+
+
+# Triton's own sums are interpreted only where it was imported so.
+@pytest.mark.skipif(
+    not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1",
+    reason="without a GPU it needs TRITON_INTERPRET=1 in the environment",
+)
+@pytest.mark.parametrize("of_each", [False, True], ids=["angles of all", "angles of each"])
+@pytest.mark.parametrize("heads", [8, 12])
+def test_heads_are_normed_and_turned_as_plain_operators_do(ours, heads, of_each):
+    """Forth and back, within a product's answer and into a part of a whole."""
+    module, device = ours
+    batch, tokens, width = 2, 5, 16
+    source = torch.Generator().manual_seed(0)
+
+    def drawn(*shape):
+        return torch.randn(*shape, generator=source).to(device)
+
+    x = drawn(batch, tokens, 3 * heads * width)[..., heads * width : 2 * heads * width]
+    x, weight = x.unflatten(-1, (heads, width)), drawn(width)
+    angles = drawn(batch if of_each else 1, tokens, width // 2, 2)
+    cos, sin = angles[..., 0], angles[..., 1]
+    others = [x.cpu()], [weight.cpu()], [cos.cpu()], [sin.cpu()], 1e-6, 1.0
+    whole = x.new_zeros(batch, tokens + 3, heads, width)
+    module.rotate(x, weight, cos, sin, whole[:, 2:-1], eps=1e-6, plus=1.0)
+    torch.testing.assert_close(whole[:, 2:-1].cpu(), rotary.rotate(*others))
+    assert not whole[:, :2].any()
+    assert not whole[:, -1:].any()
+    gradient = drawn(batch, heads, tokens, width).transpose(1, 2)  # as attention leaves it
+    found = torch.empty_like(whole[:, 2:-1].contiguous())
+    module.rotate_back(gradient, x, weight, cos, sin, found, eps=1e-6, plus=1.0)
+    torch.testing.assert_close(found.cpu(), rotary.rotate_back(gradient.cpu(), *others)[0])
