@@ -13,6 +13,7 @@ from torch._functorch import config as functorch
 
 from lib import activations, kernels, processors
 from lib.compiled import compiled_in
+from lib.recomputing import repeated
 
 # A block is compiled anew for each bucket, and for an input with and without a gradient.
 MOST_KINDS = 256
@@ -51,10 +52,9 @@ def compile_blocks(denoiser: Any, *, fixed_text: bool) -> None:
     config: Any = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, MOST_KINDS)
     config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, MOST_KINDS)
-    for module in denoiser.modules():
-        if type(module).__name__ in (denoiser._repeated_blocks or ()):
-            assert not hasattr(module, "as_written"), "compiled twice"
-            module.__class__ = _answering_apart(type(module))
+    for block in list(repeated(denoiser)):
+        assert not hasattr(block, "as_written"), "compiled twice"
+        block.__class__ = _answering_apart(type(block))
     if kernels.runs_on(next(denoiser.parameters())):
         processors.engage(denoiser)
         activations.engage(denoiser)

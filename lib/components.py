@@ -31,11 +31,12 @@ def load_encoder(
         return _read(model_class, base, component, dtype=dtype).to(device)
     # One in 4 bits cannot be moved later.
     model = _read(model_class, base, component, dtype=dtype, device_map={"": str(device)})
-    if str(device) != "cpu":
-        return model
     from lib import prequantised
 
-    return _frozen(prequantised.taken_over(model, base, component, dtype=dtype))
+    if str(device) == "cpu":
+        prequantised.take_over(model, base, component, dtype=dtype)
+    prequantised.cast_dense(model, dtype)
+    return _frozen(model)
 
 
 def _read(model_class: Any, base: Base, component: str, **options: Any) -> Any:

@@ -91,21 +91,32 @@ def load(model_class: Any, base: Base, component: str, *, dtype: torch.dtype) ->
     return model
 
 
-def taken_over(model: Any, base: Base, component: str, *, dtype: torch.dtype) -> Any:
-    """A model on the CPU whose layers are bitsandbytes' own and have not computed yet, with ours.
+def take_over(model: Any, base: Base, component: str, *, dtype: torch.dtype) -> None:
+    """bitsandbytes' own layers of a model on the CPU, which have not computed yet, become ours.
 
     With AVX512-BF16 theirs multiply in bfloat16 whatever is asked, by weights packed anew, which
     fails where a row is no whole number of blocks.
     """
     from bitsandbytes.nn import Linear4bit  # type: ignore[import-not-found]
 
-    theirs = {name: layer for name, layer in model.named_modules() if type(layer) is Linear4bit}
+    theirs = {n: layer for n, layer in model.named_modules() if isinstance(layer, Linear4bit)}
     with _refusing(base, component):
         for name, layer in theirs.items():
             weight = torch.empty(layer.out_features, layer.in_features, dtype=dtype, device="meta")
             parts = _parts(name, layer.weight)
             model.set_submodule(name, StoredNf4(linear_of(weight, layer.bias), parts))
-    return model
+
+
+def cast_dense(model: Any, dtype: torch.dtype) -> None:
+    """As transformers casts a dense model's; of one in few bits it leaves them as they are stored.
+
+    What it keeps in float32 it keeps from float16 alone.
+    """
+    wide = model._keep_in_fp32_modules if dtype == torch.float16 else set()
+    for name, parameter in model.named_parameters():
+        if type(parameter) is nn.Parameter and parameter.is_floating_point():
+            kept = wide & set(name.split("."))
+            parameter.data = parameter.data.to(torch.float32 if kept else dtype)
 
 
 @contextmanager
@@ -119,10 +130,11 @@ def _refusing(base: Base, component: str) -> Iterator[None]:
 
 def _parts(name: str, weight: Any) -> Tensors:
     """The tensors of bitsandbytes' own weight, under our names."""
-    state, nested = weight.quant_state, weight.quant_state.state2
+    if (state := getattr(weight, "quant_state", None)) is None:
+        raise ValueError(f"{name} is dense, which its configuration does not say")
     parts = {"packed": _bytes(weight.data), "maxima": state.absmax, "code": state.code}
     blocks = {"blocksize": state.blocksize}
-    if nested is not None:
+    if (nested := state.state2) is not None:
         blocks["nested_blocksize"] = nested.blocksize
         parts |= {"maxima_code": nested.code, "nested_maxima": nested.absmax}
         parts["offset"] = state.offset

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
@@ -13,7 +14,7 @@ def recompute(denoiser: Any, *, blocks: int | None = None, dropout: bool = False
 
     The first, since their backward is the last: what the others keep is free again by then.
     """
-    chosen = None if blocks is None else set(islice(_repeated(denoiser), blocks))
+    chosen = None if blocks is None else set(islice(repeated(denoiser), blocks))
 
     def call(module: Any, *given: Any) -> Any:
         if chosen is not None and module not in chosen:
@@ -23,6 +24,7 @@ def recompute(denoiser: Any, *, blocks: int | None = None, dropout: bool = False
     denoiser.enable_gradient_checkpointing(call)
 
 
-def _repeated(denoiser: Any) -> Any:
+def repeated(denoiser: Any) -> Iterator[Any]:
+    """The blocks that a denoiser is made of, by diffusers' list of their classes."""
     kinds = denoiser._repeated_blocks or ()
     return (module for module in denoiser.modules() if type(module).__name__ in kinds)

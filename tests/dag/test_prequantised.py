@@ -16,12 +16,6 @@ DRAWS = ("sample.steps=2", "sample.prompts=[a fox, a red key]", "sample.every=4"
 HELD_OUT = ("validation.fraction=0.3", "validation.every=3", "validation.num_draws=2")
 
 
-@pytest.fixture(autouse=True)
-def alike(monkeypatch):
-    """bitsandbytes' own layers, of the text encoder, compute the same on every CPU."""
-    stored_in_nf4.compute_alike(monkeypatch)
-
-
 @pytest.fixture(scope="session")
 def few(base, tmp_path_factory) -> Path:
     """The tiny base with transformer and T5 as people publish them."""

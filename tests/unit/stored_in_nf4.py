@@ -28,12 +28,12 @@ def store(folder, made, *, component="transformer", nested=True, only=None, dtyp
     return made
 
 
-def store_encoder(folder, made, *, model_class, component):
+def store_encoder(folder, made, *, model_class, component, **settings):
     """A copy whose text encoder transformers itself has quantised and saved."""
     from transformers import BitsAndBytesConfig
 
     made = shutil.copytree(folder, made)
-    kind = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    kind = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", **settings)
     model = model_class.from_pretrained(
         folder / component, quantization_config=kind, device_map={"": "cpu"}, dtype=torch.float32
     )

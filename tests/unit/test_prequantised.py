@@ -1,4 +1,4 @@
-"""Denoisers that a base stores in 4 bits compute what bitsandbytes' own numbers say."""
+"""Models that a base stores in 4 bits compute what bitsandbytes' own numbers say."""
 
 import json
 import shutil
@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from lib import adapter, families, frozen, prequantised, products
+from lib import adapter, components, families, frozen, prequantised, products
 from lib.binding import linears, quantisable
 from lib.errors import InputRefused
 from lib.hub import Base
@@ -271,10 +271,10 @@ LAYER = "transformer_blocks.0.attn.to_q.weight"
 STATE = f"{LAYER}.quant_state.bitsandbytes__nf4"
 
 
-def reblocked(tensors):
-    state = json.loads(bytes(tensors[STATE].tolist()))
+def reblocked(tensors, key=STATE):
+    state = json.loads(bytes(tensors[key].tolist()))
     coded = json.dumps({**state, "blocksize": 128}).encode()
-    tensors[STATE] = torch.tensor(list(coded), dtype=torch.uint8)
+    tensors[key] = torch.tensor(list(coded), dtype=torch.uint8)
 
 
 CHANGES = {
@@ -332,39 +332,111 @@ def test_presets_match_what_they_match_in_the_dense_base(bases):
 
 @pytest.fixture(scope="module")
 def encoders(bases, tmp_path_factory):
-    """FLUX with its T5 stored in nf4, and with those numbers dense."""
-    from transformers import T5EncoderModel
+    """FLUX with both encoders stored in nf4, and with those numbers dense.
 
-    root, part = tmp_path_factory.mktemp("encoders"), "text_encoder_2"
-    dense = bases("flux") / "dense"
-    stored_in_nf4.store_encoder(dense, root / "few", model_class=T5EncoderModel, component=part)
-    stored_in_nf4.widened(root / "few", root / "wide", component=part)
+    CLIP's layers have biases, nested maxima and another dtype to compute in; rows of both end
+    within a block.
+    """
+    from transformers import CLIPTextModel, T5EncoderModel
+
+    root, dense = tmp_path_factory.mktemp("encoders"), bases("flux") / "dense"
+    clip, t5 = ({"component": part} for part in ("text_encoder", "text_encoder_2"))
+    settings = {"bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": "bfloat16"}
+    stored_in_nf4.store_encoder(dense, root / "clip", model_class=CLIPTextModel, **clip, **settings)
+    stored_in_nf4.store_encoder(root / "clip", root / "few", model_class=T5EncoderModel, **t5)
+    stored_in_nf4.widened(root / "few", root / "t5", **t5)
+    stored_in_nf4.widened(root / "t5", root / "wide", **clip)
     return root
 
 
-@pytest.fixture
-def alike(monkeypatch):
-    """bitsandbytes' own layers compute the same on every CPU."""
-    stored_in_nf4.compute_alike(monkeypatch)
-
-
-def texts(folder):
+def texts(folder, dtype=torch.float32):
     flux = families.get("flux")
-    encoders = flux.load_text_encoders(opened(folder), dtype=torch.float32, device=CPU)
-    return encoders, flux.encode_captions(encoders, ["a red fox"], max_length=16)[0]["text_embeds"]
+    encoders = flux.load_text_encoders(opened(folder), dtype=dtype, device=CPU)
+    return encoders, flux.encode_captions(encoders, ["a red fox"], max_length=16)[0]
 
 
-def test_a_text_encoder_is_loaded_as_it_is_stored(encoders, alike):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_text_encoders_say_what_dense_ones_of_their_numbers_do(encoders, dtype):
+    (few, found), (wide, expected) = (texts(encoders / kind, dtype) for kind in ("few", "wide"))
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor)
+    for one, other in ((few.clip, wide.clip), (few.t5, wide.t5)):
+        dense = dict(other.named_parameters())
+        held = {n: p for n, p in one.named_parameters() if n in dense}
+        assert {n: p.dtype for n, p in held.items()} == {n: dense[n].dtype for n in held}
+        assert not any(p.requires_grad for p in one.parameters())
+        assert not any(module.training for module in one.modules())
+
+
+def test_on_a_cpu_an_encoder_has_layers_of_ours_where_transformers_puts_bitsandbytes(encoders):
     from bitsandbytes.nn import Linear4bit
+    from transformers import T5EncoderModel
 
-    (few, found), (_, expected) = texts(encoders / "few"), texts(encoders / "wide")
-    assert any(isinstance(module, Linear4bit) for module in few.t5.modules())
-    assert not any(p.requires_grad for p in few.t5.parameters())
-    assert not few.t5.training
-    assert relative(found, expected) < 1e-4
+    base, part = opened(encoders / "few"), "text_encoder_2"
+    model = T5EncoderModel.from_pretrained(base.folder(part), device_map={"": "cpu"})
+    theirs = {n: m for n, m in model.named_modules() if isinstance(m, Linear4bit)}
+    assert theirs
+    prequantised.take_over(model, base, part, dtype=torch.float32)
+    ours = {n: m for n, m in model.named_modules() if isinstance(m, StoredNf4)}
+    assert ours.keys() == theirs.keys()
+    for name, layer in ours.items():
+        assert layer.packed.data_ptr() == theirs[name].weight.data_ptr()
+        assert layer.maxima.data_ptr() == theirs[name].weight.quant_state.absmax.data_ptr()
 
 
-def test_a_text_encoder_that_cannot_be_moved_is_loaded_where_it_stays(encoders, alike, monkeypatch):
+def test_on_a_gpu_an_encoder_keeps_the_layers_of_bitsandbytes(encoders):
+    from bitsandbytes.nn import Linear4bit
+    from transformers import T5EncoderModel
+
+    class Gpu:
+        """Reads as transformers does there, and what it reads lies here."""
+
+        @staticmethod
+        def from_pretrained(folder, *, device_map, **options):
+            assert device_map == {"": "cuda"}
+            return T5EncoderModel.from_pretrained(folder, device_map={"": "cpu"}, **options)
+
+    options = {"dtype": torch.bfloat16, "device": "cuda"}
+    model = components.load_encoder(Gpu, opened(encoders / "few"), "text_encoder_2", **options)
+    kinds = Counter(type(m) for m in model.modules() if isinstance(m, torch.nn.Linear))
+    assert kinds.keys() == {Linear4bit, torch.nn.Linear}
+    packed = [m.weight for m in model.modules() if isinstance(m, Linear4bit)]
+    assert {weight.dtype for weight in packed} == {torch.uint8}
+    rest = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    assert rest == {torch.bfloat16}
+
+
+def reblocked_query(tensors, name):
+    reblocked(tensors, f"{name}.quant_state.bitsandbytes__nf4")
+
+
+def dense_query(tensors, name):
+    weight = stored_in_nf4.dequantised(tensors, name)
+    for key in [key for key in tensors if key.startswith(name)]:
+        del tensors[key]
+    tensors[name] = weight
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [(reblocked_query, "blocks of (128, 256), not (64, 256)"), (dense_query, "is dense")],
+)
+def test_an_encoder_that_cannot_be_read_is_refused_with_its_name(encoders, tmp_path, change, why):
+    base = shutil.copytree(encoders / "few", tmp_path / "base")
+    file = base / "text_encoder_2" / "model.safetensors"
+    tensors = load_file(file)
+    change(tensors, "encoder.block.0.layer.0.SelfAttention.q.weight")
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(InputRefused) as refused:
+        texts(base)
+    (problem,) = refused.value.problems
+    assert problem.subject == f"family.base={base}"
+    assert problem.why.startswith("text_encoder_2 cannot be read: encoder.block.0.layer.0")
+    assert why in problem.why
+
+
+def test_a_text_encoder_that_cannot_be_moved_is_loaded_where_it_stays(encoders, monkeypatch):
     """As bitsandbytes' layers on a GPU refuse to be."""
     from transformers import T5EncoderModel
 
@@ -390,12 +462,11 @@ def test_a_component_in_few_bits_is_another_than_the_dense_one(bases, encoders, 
 
 
 @pytest.mark.parametrize("name", ["krea2", "qwen_image"])
-def test_it_computes_what_it_computes_as_diffusers_loads_it(
-    bases, name, alike, tmp_path, monkeypatch
-):
+def test_it_computes_what_it_computes_as_diffusers_loads_it(bases, name, tmp_path, monkeypatch):
     """diffusers asks for a GPU first; bitsandbytes' own layers compute on a CPU as well."""
     from diffusers.quantizers.bitsandbytes.bnb_quantizer import BnB4BitDiffusersQuantizer
 
+    stored_in_nf4.compute_alike(monkeypatch)
     made = adapted(name, bases(name) / "few")
     config = shutil.copytree(bases(name) / "few", tmp_path / "base") / "transformer" / "config.json"
     config.write_text(config.read_text().replace('"bfloat16"', '"float32"'))

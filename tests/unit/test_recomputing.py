@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lib import families
-from lib.recomputing import _repeated, recompute
+from lib.recomputing import recompute, repeated
 from tests.unit.families import reference
 from tests.unit.losing import kept_bytes, losing_of
 
@@ -18,7 +18,7 @@ def losing(request, tmp_path):
 
 def called_again(denoiser, loss, parameters):
     """The blocks that run a second time, in the order of the model."""
-    runs = dict.fromkeys(_repeated(denoiser), 0)
+    runs = dict.fromkeys(repeated(denoiser), 0)
     hooks = []
     for block in runs:
 
@@ -40,7 +40,7 @@ def test_the_first_blocks_alone_run_again(losing):
     for blocks in (0, 1, 2, None):
         recompute(denoiser, blocks=blocks)
         again = called_again(denoiser, loss, parameters)
-        everything = list(range(len(list(_repeated(denoiser)))))
+        everything = list(range(len(list(repeated(denoiser)))))
         assert again == (everything if blocks is None else everything[:blocks])
         assert reference.relative(reference.gradients(parameters, loss()), plain) < 1e-6
         kept.append(kept_bytes(loss))
@@ -56,7 +56,7 @@ def test_the_blocks_that_are_counted_are_those_that_can_be_computed_again(losing
     costs = families.get(name).FACTS.costs
     counted = sum(int(denoiser.config[layers]) for layers in costs.layers)
     texts = len(getattr(denoiser, "context_refiner", ()))  # over the text alone: hardly any tokens
-    assert len(list(_repeated(denoiser))) == counted + texts
+    assert len(list(repeated(denoiser))) == counted + texts
 
 
 @pytest.mark.slow
