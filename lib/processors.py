@@ -6,7 +6,7 @@ norm, a join of streams and a rotation. What has no norm or no rotation keeps di
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -41,27 +41,20 @@ class Processor:
         """Of all streams, one after the other: batch, tokens, heads times width."""
         from diffusers.models.attention_dispatch import dispatch_attention_fn
 
-        query, key = (
-            self._turned(parts, lambda part: (part.query, part.norm_q)),
-            self._turned(parts, lambda part: (part.key, part.norm_k)),
-        )
+        query = self._turned([(part.query, part.norm_q, part.angles) for part in parts])
+        key = self._turned([(part.key, part.norm_k, part.angles) for part in parts])
         values = [_heads(part.value, part.norm_k) for part in parts]
         value = values[0] if len(values) == 1 else torch.cat(values, dim=1)
-        if groups := query.shape[2] // key.shape[2] - 1:
-            key, value = (x.repeat_interleave(groups + 1, dim=2) for x in (key, value))
+        if (times := query.shape[2] // key.shape[2]) > 1:
+            key, value = (x.repeat_interleave(times, dim=2) for x in (key, value))
         found = dispatch_attention_fn(
             query, key, value, attn_mask=mask, backend=self.own._attention_backend
         )
         return found.flatten(2, 3).to(query.dtype)
 
-    def _turned(
-        self, parts: Sequence[_Part], pick: Callable[[_Part], tuple[torch.Tensor, Any]]
-    ) -> torch.Tensor:
-        streams = []
-        for part in parts:
-            x, norm = pick(part)
-            streams.append(Stream(_heads(x, norm), norm.weight, *part.angles))
-        return rotary.rotated(streams, eps=pick(parts[0])[1].eps, plus=self.plus)
+    def _turned(self, parts: Sequence[tuple[torch.Tensor, Any, Angles]]) -> torch.Tensor:
+        streams = [Stream(_heads(x, norm), norm.weight, *angles) for x, norm, angles in parts]
+        return rotary.rotated(streams, eps=parts[0][1].eps, plus=self.plus)
 
 
 def _heads(x: torch.Tensor, norm: Any) -> torch.Tensor:
@@ -247,11 +240,16 @@ def disengage(denoiser: Any) -> None:
 
 
 def _fits(attn: Any) -> bool:
-    """Whether every norm of heads is by the root mean square, with a weight alone."""
+    """Whether the norms of heads are alike, by the root mean square and with a weight alone."""
     norms = [norm for name in NORMS if (norm := getattr(attn, name, None)) is not None]
-    return bool(norms) and all(
-        getattr(norm, "weight", None) is not None
-        and getattr(norm, "bias", None) is None
-        and norm.weight.shape[0] % 2 == 0
-        for norm in norms
-    )
+    alike = len({(getattr(norm, "eps", None), _width(norm)) for norm in norms}) == 1
+    return alike and norms[0].eps is not None and _width(norms[0]) > 0
+
+
+def _width(norm: Any) -> int:
+    """How many numbers of a head it takes, where a kernel can; else 0."""
+    weight = getattr(norm, "weight", None)
+    if weight is None or getattr(norm, "bias", None) is not None:
+        return 0
+    width = weight.shape[0]
+    return width if width > 1 and width & (width - 1) == 0 else 0
