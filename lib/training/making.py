@@ -42,7 +42,7 @@ def make_trainer(
     """
     device, mode = pick_device(), config.precision.mode
     events.decision("device", str(device), source="machine", reason="the first GPU, else the CPU")
-    _check_precision(mode, device)
+    check_precision(mode, device)
     chosen = levers.choose(
         config, device=device, total_steps=total_steps, events=events, needs=needs
     )
@@ -102,8 +102,8 @@ def _adapted(
     return denoiser, injected, copies
 
 
-def _check_precision(mode: str, device: torch.device) -> None:
-    """A precision that this machine cannot compute, refused before weights load."""
+def check_precision(mode: str, device: torch.device) -> None:
+    """Refuse a precision that this machine cannot compute."""
     fault = frozen.fault_of(mode, device) if mode in frozen.KINDS else ""
     if fault:
         remedy = 'pip install -e ".[quant]"' if mode == "nf4" else "use precision=bf16"

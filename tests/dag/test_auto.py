@@ -262,6 +262,29 @@ def test_the_plan_tells_which_precisions_this_machine_computes(planned, ensure, 
     assert not any(line.startswith("this machine") for line in planned(AUTO))
 
 
+def test_an_explicit_precision_that_cannot_be_computed_is_refused_before_anything_is_encoded(
+    ensure, seen, monkeypatch, tmp_path
+):
+    from lib import frozen
+    from lib.errors import InputRefused
+
+    monkeypatch.setattr(frozen, "fault_of", lambda mode, device: f"no {mode} units")
+    with pytest.raises(
+        InputRefused, match=r"precision\.mode=int8: no int8 units; allowed: fp32, bf16"
+    ):
+        ensure("train", "precision=int8")
+    assert not any(event.kind == "phase" for event in seen)
+    assert not (tmp_path / "store" / "manifests").exists()
+
+
+def test_what_is_trained_is_found_where_its_precision_cannot_be_computed(ensure, monkeypatch):
+    from lib import frozen
+
+    made = ensure("train", "precision=int8", "trainer.max_steps=1")
+    monkeypatch.setattr(frozen, "fault_of", lambda mode, device: f"no {mode} units")
+    assert ensure("train", "precision=int8", "trainer.max_steps=1").key == made.key
+
+
 def test_a_base_stored_in_4_bits_is_trained_so_and_nothing_is_measured(
     ensure, base, machine, seen, tmp_path
 ):

@@ -146,7 +146,7 @@ def root(tmp_path_factory):
 
 
 # The others are in the table of golden losses, and their parts in tests/unit/families.
-HERE = ("flux2_klein", "sdxl")
+HERE = ("sdxl",)
 
 
 @pytest.fixture(

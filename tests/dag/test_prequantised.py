@@ -103,7 +103,7 @@ def test_what_it_exports_is_sound_and_fits_it(on, few, tmp_path, monkeypatch, ca
     )
 
 
-@pytest.mark.parametrize("format", ["kohya", "comfyui"])
+@pytest.mark.parametrize("format", ["kohya", pytest.param("comfyui", marks=pytest.mark.nightly)])
 def test_other_formats_are_drawn_with_too(on, format):
     drawn = on("sample", *DRAWS[:2], f"export.format={format}")
     assert Path(drawn.payload["files"]["grid"]["file"]).is_file()

@@ -354,7 +354,10 @@ ALIKE = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", sorted(ALIKE))
+@pytest.mark.parametrize(
+    "mode",
+    ["bf16", "nf4", *(pytest.param(mode, marks=pytest.mark.nightly) for mode in ("fp8", "int8"))],
+)
 def test_twenty_steps_in_few_bits_change_an_adapter_much_as_exact_ones_do(mode, exact):
     if mode == "nf4":
         pytest.importorskip("bitsandbytes", exc_type=ImportError)

@@ -18,7 +18,7 @@ from lib.inspecting import inspect_file
 from lib.likeness import fit, likely
 from lib.naming import KOHYA
 from lib.reading import METADATA_KEY
-from tests.unit.exports.cells import CELLS, SCALES, drawn, trained
+from tests.unit.exports.cells import SCALED, drawn, trained
 from tests.unit.exports.strangers import (
     flux_of_sd_scripts,
     krea2_of_ai_toolkit,
@@ -56,8 +56,7 @@ def lines_of(path, *, private=False, family=None, fitted=None, base="tiny"):
     return list(findings.lines(private=private))
 
 
-@pytest.mark.parametrize("scale", SCALES)
-@pytest.mark.parametrize(("name", "format"), CELLS)
+@pytest.mark.parametrize(("name", "format", "scale"), SCALED)
 def test_what_we_export_is_recognised_and_fits_its_base(name, format, scale, tmp_path):
     adapter = trained(name, scale)
     found = inspect_file(adapter.write(tmp_path, format))

@@ -38,11 +38,21 @@ def test_a_bound_denoiser_has_the_loss_and_gradients_of_peft(name):
     assert_as_peft(tiny(name, alpha=4.0))
 
 
-@pytest.mark.parametrize("name", families.names())
+SETTINGS = {
+    "scale": {"alpha": 12.0},
+    "rslora": {"alpha": 3.0, "rslora": True},
+    "ranks": {"rank_pattern": {"to_k": 2, "to_v": 7}},
+}
+
+
 @pytest.mark.parametrize(
-    "settings",
-    [{"alpha": 12.0}, {"alpha": 3.0, "rslora": True}, {"rank_pattern": {"to_k": 2, "to_v": 7}}],
-    ids=["scale", "rslora", "ranks"],
+    ("name", "settings"),
+    [
+        pytest.param(name, SETTINGS[kind], id=f"{name}-{kind}", marks=marks)
+        for name in families.names()
+        for kind in SETTINGS
+        for marks in [() if name == "flux" or kind == "ranks" else pytest.mark.nightly]
+    ],
 )
 def test_scales_and_ranks_that_differ_in_a_group_are_those_of_peft(name, settings):
     made = tiny(name, **settings)

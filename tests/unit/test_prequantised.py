@@ -23,6 +23,11 @@ pytest.importorskip("bitsandbytes", exc_type=ImportError)
 
 NESTED = pytest.mark.parametrize("nested", [True, False], ids=["nested", "not nested"])
 FAMILIES = pytest.mark.parametrize("name", families.names())
+STORED = [
+    pytest.param(name, nested, marks=() if nested or name == "flux" else pytest.mark.nightly)
+    for name in families.names()
+    for nested in (True, False)
+]
 
 
 @pytest.fixture(scope="module")
@@ -60,8 +65,7 @@ def adapted(name, folder, *, dtype=torch.float32):
     return Tiny(like.family, denoiser, like.config, injected.parameters, like.batch)
 
 
-@NESTED
-@FAMILIES
+@pytest.mark.parametrize(("name", "nested"), STORED)
 def test_it_computes_and_teaches_what_a_dense_base_of_its_numbers_does(bases, name, nested):
     few, wide = (adapted(name, bases(name, nested) / kind) for kind in ("few", "wide"))
     few.bind(mode="nf4")

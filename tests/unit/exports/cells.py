@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import yaml
 from peft import LoraConfig
@@ -38,6 +39,13 @@ SCALES = {
     },
 }
 CELLS = [(name, format) for name in families.names() for format in families.get(name).NAMES.formats]
+# Ranks and scales that differ are the hardest; each kind alone is watched in one family.
+SCALED = [
+    pytest.param(name, format, scale, marks=() if watched else pytest.mark.nightly)
+    for name, format in CELLS
+    for scale in SCALES
+    for watched in [name == "flux" or scale == "mixed ranks"]
+]
 # diffusers' converter of kohya's FLUX files knows the full width alone; weightless, it costs nothing.
 FULL_WIDTH = {"attention_head_dim": 128, "num_attention_heads": 24, "axes_dims_rope": [16, 56, 56]}
 

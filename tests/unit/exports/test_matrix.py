@@ -8,13 +8,12 @@ from lib.changes import difference, norm
 from lib.errors import InputRefused
 from lib.naming import FORMATS
 from lib.reading import read_file
-from tests.unit.exports.cells import CELLS, SCALES, trained
+from tests.unit.exports.cells import CELLS, SCALED, trained
 
 ULP = {"bf16": 2**-8, "fp16": 2**-11}
 
 
-@pytest.mark.parametrize("scale", SCALES)
-@pytest.mark.parametrize(("name", "format"), CELLS)
+@pytest.mark.parametrize(("name", "format", "scale"), SCALED)
 def test_what_both_readers_make_of_a_file_is_what_was_trained(name, format, scale, tmp_path):
     adapter = trained(name, scale)
     adapter.prove(adapter.write(tmp_path, format), format)
