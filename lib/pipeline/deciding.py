@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,10 +12,11 @@ from lib import files
 from lib.errors import InputRefused, Problem
 from lib.events import Events
 from lib.extending import in_its_precision
+from lib.few_bits import MODES
 from lib.fitting import stored_kind
 from lib.pipeline import train
 from lib.pipeline.budget import needs_of
-from lib.pipeline.contract import Inputs
+from lib.pipeline.contract import Inputs, StagePlan
 from lib.schema import AUTO, Config, with_mode
 from lib.store import Store
 
@@ -57,6 +58,21 @@ def decided(config: Config, inputs: Inputs, store: Store, events: Events) -> Con
     )
     events.decision("precision.mode", found.mode, source="auto", reason=found.reason)
     return with_mode(config, found.mode)
+
+
+def check_machine(config: Config, planned: Callable[[], Iterable[StagePlan]]) -> None:
+    """A precision in few bits that cannot be computed here, refused before anything is encoded.
+
+    What `auto` takes was computed; the others need no probe, nor torch where nothing is missing.
+    """
+    if config.precision.mode not in MODES:
+        return
+    if all(found.hit for found in planned() if found.stage == train.STAGE):
+        return
+    from lib.device import pick_device
+    from lib.training.making import check_precision
+
+    check_precision(config.precision.mode, pick_device())
 
 
 def _given(config: Config, inputs: Inputs) -> Config:

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from lib.components import QUANTISED
 from lib.events import Events
 from lib.keys import Key, digest
 from lib.leases import lease
@@ -25,6 +26,7 @@ from lib.schema import Config
 from lib.store import EntryRef, Manifest, Store
 
 STAGE, KIND = "encode_captions", "captions"
+FEW_BITS = 2  # how encoders stored so compute; 1 was by bitsandbytes alone
 TRAIN, HELD_OUT, UNCONDITIONAL, SAMPLE = "train", "held_out", "unconditional", "sample"
 
 
@@ -154,12 +156,15 @@ def _keys(config: Config, inputs: Inputs) -> dict[str | None, Key]:
     """The key of each text, and of the unconditional record under None."""
     facts = inputs.family.FACTS
     encoders = {name: inputs.base.identity(name) for name in facts.text_components}
+    settings: dict[str, Any] = {n: inputs.base.settings.get(n) for n in facts.caption_settings}
+    if any(QUANTISED in inputs.base.component(name).config for name in facts.text_components):
+        settings["few_bits"] = FEW_BITS
     return {
         text: caption_key(
             text,
             encoders=encoders,
             rule=facts.caption_rule,
-            settings={name: inputs.base.settings.get(name) for name in facts.caption_settings},
+            settings=settings,
             max_length=config.captions.max_length,
             dtype=captions_dtype(config),
         )

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import ModuleType
 
-from lib import families, few_bits, stopping
+from lib import families, stopping
 from lib.errors import InputRefused, Problem, StateRefused
 from lib.events import Events
 from lib.family import Facts, Family, process_of
@@ -229,7 +229,7 @@ def ensure(target: str, config: Config, events: Events) -> Manifest:
             base.build()
         if unbuilt:
             opened = open_inputs(config)
-        _check_machine(target, config)
+        deciding.check_machine(config, lambda: plan(target, config))
         # Each stage may find damage of its own; what then still fails is beyond mending here.
         for _ in order(target):
             try:
@@ -237,21 +237,6 @@ def ensure(target: str, config: Config, events: Events) -> Manifest:
             except EntriesDamaged as found:
                 _set_aside(found, config, opened.store, events)
         return _ensure(target, config, opened, events)
-
-
-def _check_machine(target: str, config: Config) -> None:
-    """A precision in few bits that cannot be computed here, refused before anything is encoded.
-
-    What `auto` takes was computed; the others need no probe, nor torch where nothing is missing.
-    """
-    if config.precision.mode not in few_bits.MODES or train.STAGE not in order(target):
-        return
-    if all(planned.hit for planned in plan(target, config) if planned.stage == train.STAGE):
-        return
-    from lib.device import pick_device
-    from lib.training.making import check_precision
-
-    check_precision(config.precision.mode, pick_device())
 
 
 def _set_aside(found: EntriesDamaged, config: Config, store: Store, events: Events) -> None:
