@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from lib import adapter, pictures
+from lib.compiling import run_as_written
 from lib.drawing import Sampler
 from lib.events import Events
 from lib.training.step import Trainer
@@ -32,10 +33,12 @@ class _Cancelled(Exception):
 
 
 def twin_of(denoiser: Any) -> Any:
-    """A denoiser with an adapter of its own over the same frozen weights."""
+    """A denoiser with an adapter of its own over the same frozen weights, not compiled."""
     shared = [*denoiser.parameters(), *denoiser.buffers()]
     memo = {id(tensor): tensor for tensor in shared if not tensor.requires_grad}
-    return copy.deepcopy(denoiser, memo).eval()
+    twin = copy.deepcopy(denoiser, memo).eval()
+    run_as_written(twin)
+    return twin
 
 
 class Previews:

@@ -3,7 +3,9 @@
 import pytest
 import torch
 
-from lib import adapter
+from lib import activations, adapter, processors
+from lib.compiling import compile_blocks
+from lib.processors import Processor
 from lib.training.previews import twin_of
 from tests.unit.bound import fill, relative, storages, tiny
 
@@ -45,3 +47,28 @@ def test_a_twin_computes_the_same_without_any_group(mode):
             module.group = None
     with torch.no_grad():
         assert torch.equal(made.predict(twin), made.predict())
+
+
+def fast(denoiser):
+    """Modules that compute otherwise than diffusers wrote them."""
+    return [
+        module
+        for module in denoiser.modules()
+        if module._compiled_call_impl
+        or activations.gelu in vars(module).values()
+        or isinstance(getattr(module, "processor", None), Processor)
+    ]
+
+
+def test_a_twin_of_a_compiled_denoiser_is_as_diffusers_wrote_it():
+    made = tiny("flux")
+    made.bind()
+    kinds = [type(module) for module in made.denoiser.modules()]
+    compile_blocks(made.denoiser, fixed_text=True)
+    processors.engage(made.denoiser)
+    activations.engage(made.denoiser)
+    compiled = len(fast(made.denoiser))
+    twin = twin_of(made.denoiser)
+    assert [type(module) for module in twin.modules()] == kinds
+    assert fast(twin) == []
+    assert len(fast(made.denoiser)) == compiled > 0
