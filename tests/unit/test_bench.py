@@ -161,3 +161,18 @@ def shapes_of(module, recipe):
     length = module.FACTS.max_text_tokens
     captions = module.caption_shapes({"pipeline": {}, **parts}, max_length=length)
     return captions, module.latent_shape(recipe["vae"], height=64, width=64)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("family", families.names())
+def test_diffusers_predicts_with_the_file_what_the_step_does(family, capsys):
+    pytest.importorskip("bitsandbytes", exc_type=ImportError)
+    from bench import reloaded
+
+    reloaded.main([family, "--tiny"])
+    said = capsys.readouterr().out
+    rows = re.findall(r"^\| (\w+):64:1 \| ([\d.e+-]+) \| ([\d.e+-]+) \|$", said, re.M)
+    assert [mode for mode, *_ in rows] == ["bf16", "fp8", "int8", "nf4"]
+    for mode, apart, changed in rows:
+        assert float(apart) < float(changed) / 3, mode
+    assert float(rows[0][1]) < float(rows[0][2]) / 20
