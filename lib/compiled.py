@@ -12,7 +12,8 @@ from lib import files
 FOLDER = "compiled"
 PLACE = "TORCHINDUCTOR_CACHE_DIR"  # asked at each compilation; Triton's lies under it
 # FlashAttention-4's, which are asked when it is imported; it compiles anew in each process else.
-FLASH, FLASH_PLACE = (f"FLASH_ATTENTION_CUTE_DSL_CACHE_{name}" for name in ("ENABLED", "DIR"))
+FLASH = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
+FLASH_PLACE = "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"
 VARIABLES = (PLACE, "TRITON_CACHE_DIR", FLASH, FLASH_PLACE)
 
 

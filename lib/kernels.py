@@ -70,14 +70,36 @@ if TYPE_CHECKING or HERE:
         tl.store(target + places, wide, mask=places < num_values)
 
     @triton.jit
+    def _heads_of(heads, width: tl.constexpr, block: tl.constexpr):
+        """The token and the picture of a program, its heads, and the places in one."""
+        token, batch = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+        head = tl.program_id(2) * block + tl.arange(0, block)[:, None]
+        return token, batch, head, tl.arange(0, width)[None, :], head < heads
+
+    @triton.jit
     def _pairs(values, block: tl.constexpr, width: tl.constexpr):
         """The numbers of pairs apart, in a layout of their own that all of a kernel then keeps."""
         return tl.split(tl.reshape(values.to(tl.float32), (block, width // 2, 2)))
 
     @triton.jit
+    def _scales(weight, plus, head, place, block: tl.constexpr, width: tl.constexpr):
+        scales = tl.load(weight + place + tl.zeros_like(head)).to(tl.float32) + plus
+        return _pairs(scales, block, width)
+
+    @triton.jit
+    def _angles(cos, sin, start, step, width: tl.constexpr):
+        angle = start + tl.arange(0, width // 2)[None, :] * step
+        return tl.load(cos + angle), tl.load(sin + angle)
+
+    @triton.jit
     def _inverse(first, second, eps, width: tl.constexpr):
         squares = tl.sum(first * first + second * second, axis=1)
         return tl.rsqrt(squares / width + eps)[:, None]
+
+    @triton.jit
+    def _keep(target, first, second, inside, block: tl.constexpr, width: tl.constexpr):
+        pairs = tl.join(first, second).to(target.dtype.element_ty)
+        tl.store(target, tl.reshape(pairs, (block, width)), mask=inside)
 
     @triton.jit
     def _rotate(
@@ -100,24 +122,16 @@ if TYPE_CHECKING or HERE:
         block: tl.constexpr,
     ):
         """Some heads of a token; strides in elements."""
-        token, batch = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-        head = tl.program_id(2) * block + tl.arange(0, block)[:, None]
-        place = tl.arange(0, width)[None, :]
-        inside = head < heads
+        token, batch, head, place, inside = _heads_of(heads, width, block)
         start = source + batch * source_batch + token * source_token + head * source_head
         values = tl.load(start + place, mask=inside, other=0.0)
-        scales = tl.load(weight + place + tl.zeros_like(head)).to(tl.float32) + plus
         first, second = _pairs(values, block, width)
-        of_first, of_second = _pairs(scales, block, width)
-        pair = tl.arange(0, width // 2)[None, :] * angle_pair
-        angle = batch * angle_batch + token * angle_token + pair
-        c, s = tl.load(cos + angle), tl.load(sin + angle)
+        of_first, of_second = _scales(weight, plus, head, place, block, width)
+        c, s = _angles(cos, sin, batch * angle_batch + token * angle_token, angle_pair, width)
         inverse = _inverse(first, second, eps, width)
         first, second = first * inverse * of_first, second * inverse * of_second
-        turned = tl.join(first * c - second * s, second * c + first * s)
-        found = tl.reshape(turned.to(target.dtype.element_ty), (block, width))
         where = target + batch * target_batch + token * heads * width + head * width + place
-        tl.store(where, found, mask=inside)
+        _keep(where, first * c - second * s, second * c + first * s, inside, block, width)
 
     @triton.jit
     def _rotate_back(
@@ -143,29 +157,22 @@ if TYPE_CHECKING or HERE:
         width: tl.constexpr,
         block: tl.constexpr,
     ):
-        token, batch = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-        head = tl.program_id(2) * block + tl.arange(0, block)[:, None]
-        place = tl.arange(0, width)[None, :]
-        inside = head < heads
+        token, batch, head, place, inside = _heads_of(heads, width, block)
         begin = gradient + batch * gradient_batch + token * gradient_token + head * gradient_head
         given = tl.load(begin + place, mask=inside, other=0.0)
         start = source + batch * source_batch + token * source_token + head * source_head
         values = tl.load(start + place, mask=inside, other=0.0)
-        scales = tl.load(weight + place + tl.zeros_like(head)).to(tl.float32) + plus
         first, second = _pairs(values, block, width)
         one, other = _pairs(given, block, width)
-        of_first, of_second = _pairs(scales, block, width)
-        pair = tl.arange(0, width // 2)[None, :] * angle_pair
-        angle = batch * angle_batch + token * angle_token + pair
-        c, s = tl.load(cos + angle), tl.load(sin + angle)
+        of_first, of_second = _scales(weight, plus, head, place, block, width)
+        c, s = _angles(cos, sin, batch * angle_batch + token * angle_token, angle_pair, width)
         inverse = _inverse(first, second, eps, width)
         first, second = first * inverse, second * inverse
         one, other = (one * c + other * s) * of_first, (other * c - one * s) * of_second
         mean = tl.sum(one * first + other * second, axis=1)[:, None] / width
-        pairs = tl.join((one - first * mean) * inverse, (other - second * mean) * inverse)
-        found = tl.reshape(pairs.to(target.dtype.element_ty), (block, width))
+        one, other = (one - first * mean) * inverse, (other - second * mean) * inverse
         where = target + batch * target_batch + token * heads * width + head * width + place
-        tl.store(where, found, mask=inside)
+        _keep(where, one, other, inside, block, width)
 
 
 HEADS = 8  # of a program: 8 of 128 numbers are 16 bytes for each of 128 threads
@@ -242,11 +249,11 @@ def rotate(
     plus: float,
 ) -> None:
     """Batch, tokens, heads, width: normed and turned, into a part of a whole tensor."""
-    cos, sin = _alike(cos, sin)
+    (cos, sin), x = _alike(cos, sin), _dense_heads(x)
     launch: Any = _rotate
     launch[_grid(x)](
-        *(_dense_heads(x), weight, cos, sin, target, eps, plus, x.shape[2]),
-        *(*_dense_heads(x).stride()[:3], *_steps(cos), target.stride(0), x.shape[3], HEADS),
+        *(x, weight, cos, sin, target, eps, plus, x.shape[2]),
+        *(*x.stride()[:3], *_steps(cos), target.stride(0), x.shape[3], HEADS),
     )
 
 

@@ -72,6 +72,26 @@ def _of_complex(turns: torch.Tensor) -> Angles:
     return real[..., 0], real[..., 1]
 
 
+def _own(attn: Any, x: torch.Tensor, angles: Angles) -> _Part:
+    """The stream of pictures, or the only one."""
+    layers = (attn.to_q, attn.to_k, attn.to_v)  # in the order that a group is called in
+    query, key, value = (layer(x) for layer in layers)
+    return _Part(query, key, value, attn.norm_q, attn.norm_k, angles)
+
+
+def _added(attn: Any, x: torch.Tensor, angles: Angles) -> _Part:
+    """The stream of texts."""
+    layers = (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)
+    query, key, value = (layer(x) for layer in layers)
+    return _Part(query, key, value, attn.norm_added_q, attn.norm_added_k, angles)
+
+
+def _answers(attn: Any, found: torch.Tensor, texts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What goes back to the pictures, and to the texts that came first."""
+    text, image = found[:, :texts].contiguous(), found[:, texts:].contiguous()
+    return attn.to_out[1](attn.to_out[0](image)), attn.to_add_out(text)
+
+
 class Flux(Processor):
     """FLUX.1's blocks of both kinds, and FLUX.2's double ones."""
 
@@ -91,17 +111,11 @@ class Flux(Processor):
             )
         cos, sin = _of_pairs(*image_rotary_emb)
         texts = 0 if encoder_hidden_states is None else encoder_hidden_states.shape[1]
-        angles = (cos[:, texts:], sin[:, texts:])
-        query, key, value = (layer(hidden_states) for layer in (attn.to_q, attn.to_k, attn.to_v))
-        parts = [_Part(query, key, value, attn.norm_q, attn.norm_k, angles)]
+        image = _own(attn, hidden_states, (cos[:, texts:], sin[:, texts:]))
         if encoder_hidden_states is None:
-            return self.attended(parts, attention_mask)
-        added = (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)
-        query, key, value = (layer(encoder_hidden_states) for layer in added)
-        angles = (cos[:, :texts], sin[:, :texts])
-        parts.insert(0, _Part(query, key, value, attn.norm_added_q, attn.norm_added_k, angles))
-        text, image = _cut(self.attended(parts, attention_mask), texts)
-        return attn.to_out[1](attn.to_out[0](image)), attn.to_add_out(text)
+            return self.attended([image], attention_mask)
+        text = _added(attn, encoder_hidden_states, (cos[:, :texts], sin[:, :texts]))
+        return _answers(attn, self.attended([text, image], attention_mask), texts)
 
 
 class FluxParallel(Processor):
@@ -158,16 +172,10 @@ class QwenImage(Processor):
             )
             mask = torch.cat([encoder_hidden_states_mask, pictures], dim=1)[:, None, None, :]
         turns, text_turns = image_rotary_emb
-        query, key, value = (layer(hidden_states) for layer in (attn.to_q, attn.to_k, attn.to_v))
-        image = _Part(query, key, value, attn.norm_q, attn.norm_k, _of_complex(turns))
-        added = (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)
-        query, key, value = (layer(encoder_hidden_states) for layer in added)
-        text = _Part(
-            query, key, value, attn.norm_added_q, attn.norm_added_k, _of_complex(text_turns)
-        )
+        image = _own(attn, hidden_states, _of_complex(turns))
+        text = _added(attn, encoder_hidden_states, _of_complex(text_turns))
         found = self.attended([text, image], mask)
-        of_text, of_image = _cut(found, encoder_hidden_states.shape[1])
-        return attn.to_out[1](attn.to_out[0](of_image)), attn.to_add_out(of_text)
+        return _answers(attn, found, encoder_hidden_states.shape[1])
 
 
 class ZImage(Processor):
@@ -185,8 +193,7 @@ class ZImage(Processor):
     ) -> torch.Tensor:
         if freqs_cis is None:
             return self.own(attn, hidden_states, encoder_hidden_states, attention_mask, freqs_cis)
-        query, key, value = (layer(hidden_states) for layer in (attn.to_q, attn.to_k, attn.to_v))
-        part = _Part(query, key, value, attn.norm_q, attn.norm_k, _of_complex(freqs_cis))
+        part = _own(attn, hidden_states, _of_complex(freqs_cis))
         if attention_mask is not None and attention_mask.ndim == 2:
             attention_mask = attention_mask[:, None, None, :]
         return attn.to_out[1](attn.to_out[0](self.attended([part], attention_mask)))
@@ -207,9 +214,8 @@ class Krea2(Processor):
     ) -> torch.Tensor:
         if image_rotary_emb is None:
             return self.own(attn, hidden_states, attention_mask, image_rotary_emb)
-        query, key, value = (layer(hidden_states) for layer in (attn.to_q, attn.to_k, attn.to_v))
+        part = _own(attn, hidden_states, _of_pairs(*image_rotary_emb))
         gate = attn.to_gate(hidden_states)
-        part = _Part(query, key, value, attn.norm_q, attn.norm_k, _of_pairs(*image_rotary_emb))
         found = self.attended([part], attention_mask)
         return attn.to_out[0](found * torch.sigmoid(gate))
 
@@ -217,11 +223,6 @@ class Krea2(Processor):
 KINDS = (Flux, FluxParallel, QwenImage, ZImage, Krea2)
 OURS = {name: kind for kind in KINDS for name in kind.replaces}
 NORMS = ("norm_q", "norm_k", "norm_added_q", "norm_added_k")
-
-
-def _cut(found: torch.Tensor, texts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Texts and pictures, each as one tensor."""
-    return found[:, :texts].contiguous(), found[:, texts:].contiguous()
 
 
 def engage(denoiser: Any) -> None:

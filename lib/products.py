@@ -202,7 +202,7 @@ def _fp8_product(
 
 def in_fp8(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows in float8, and the scale of each: rows, 1."""
-    if matrix.is_cuda and kernels.HERE and matrix.shape[-1] >= WIDE:
+    if kernels.runs_on(matrix) and matrix.shape[-1] >= WIDE:
         return wide_in_fp8(matrix)
     scale = (matrix.abs().amax(-1, keepdim=True).float() / FP8_MAX).clamp_min(1e-12)
     return (matrix.float() / scale).clamp(-FP8_MAX, FP8_MAX).to(FP8).contiguous(), scale
@@ -222,7 +222,7 @@ def _(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def from_int8(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """The weight: rows, features; `scale` is that of each row."""
-    if weight.is_cuda and kernels.HERE:
+    if kernels.runs_on(weight):
         return kernels.widened(weight, scale)
     return weight.to(scale.dtype) * scale[:, None]
 
@@ -232,7 +232,7 @@ def from_nf4(
 ) -> torch.Tensor:
     """The weight: rows, features; the bits of bitsandbytes' own kernels."""
     packed, maxima, *nested, code = stored
-    if packed.is_cuda and kernels.HERE:
+    if kernels.runs_on(packed):
         sizes = {"block": NF4_BLOCK, "nested_block": NESTED_BLOCK}
         return kernels.widened_nf4(stored, shape, dtype, **sizes)
     maxima = plain_maxima(maxima, *nested)

@@ -8,6 +8,7 @@ from lib.images import RECIPE, Geometry, resize_filter
 from lib.keys import Key, make_key
 
 CAPTIONS_VERSION = 1
+FEW_BITS_VERSION = 2  # of captions by encoders stored in few bits; 1 was by bitsandbytes alone
 TRAIN_VERSION = 1
 EXPORT_VERSION = 2
 SAMPLE_VERSION = 1

@@ -71,7 +71,7 @@ def rotate(
         if kernels.runs_on(x):
             kernels.rotate(x, weight, cos, sin, part, eps=eps, plus=plus)
         else:
-            part.copy_(_turned(_normed(x, eps) * _scale(weight, plus), cos, sin))
+            part.copy_(_turned(x.float() * _inverse(x, eps) * _scale(weight, plus), cos, sin))
     return found
 
 
@@ -94,7 +94,8 @@ def rotate_back(
             kernels.rotate_back(part, x, weight, cos, sin, whole, eps=eps, plus=plus)
             continue
         of_normed = _turned(part.float(), cos, -sin) * _scale(weight, plus)
-        normed, inverse = _normed(x, eps), _inverse(x, eps)
+        inverse = _inverse(x, eps)
+        normed = x.float() * inverse
         mean = (of_normed * normed).mean(-1, keepdim=True)
         whole.copy_((of_normed - normed * mean) * inverse)
     return found
@@ -121,10 +122,6 @@ def _parts(joint: torch.Tensor, xs: Sequence[torch.Tensor]) -> Sequence[torch.Te
 
 def _inverse(x: torch.Tensor, eps: float) -> torch.Tensor:
     return torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps)
-
-
-def _normed(x: torch.Tensor, eps: float) -> torch.Tensor:
-    return x.float() * _inverse(x, eps)
 
 
 def _scale(weight: torch.Tensor, plus: float) -> torch.Tensor:

@@ -21,12 +21,11 @@ from lib.pipeline.contract import (
     publish,
     record_bytes,
 )
-from lib.recipes import cache_key, caption_key
+from lib.recipes import FEW_BITS_VERSION, cache_key, caption_key
 from lib.schema import Config
 from lib.store import EntryRef, Manifest, Store
 
 STAGE, KIND = "encode_captions", "captions"
-FEW_BITS = 2  # how encoders stored so compute; 1 was by bitsandbytes alone
 TRAIN, HELD_OUT, UNCONDITIONAL, SAMPLE = "train", "held_out", "unconditional", "sample"
 
 
@@ -158,7 +157,7 @@ def _keys(config: Config, inputs: Inputs) -> dict[str | None, Key]:
     encoders = {name: inputs.base.identity(name) for name in facts.text_components}
     settings: dict[str, Any] = {n: inputs.base.settings.get(n) for n in facts.caption_settings}
     if any(QUANTISED in inputs.base.component(name).config for name in facts.text_components):
-        settings["few_bits"] = FEW_BITS
+        settings["few_bits"] = FEW_BITS_VERSION
     return {
         text: caption_key(
             text,
