@@ -117,10 +117,19 @@ def make_denoiser(family: Family, recipe: Mapping[str, Any], *, device: torch.de
     return denoiser.requires_grad_(False).eval()
 
 
+def preset_of(name: str) -> dict[str, Any]:
+    """What a family's preset sets."""
+    return yaml.safe_load((CONF / f"{name}.yaml").read_text(encoding="utf-8"))["preset"]
+
+
+def adapter_config(preset: Mapping[str, Any], *, rank: int = RANK) -> AdapterConfig:
+    """An adapter on the preset's targets, at a scale of one."""
+    return AdapterConfig(rank=rank, alpha=float(rank), targets=list(preset["targets"]))
+
+
 def make_adapter(denoiser: Any, preset: Mapping[str, Any], *, rank: int = RANK) -> adapter.Injected:
-    """A fresh adapter on the preset's targets."""
-    config = AdapterConfig(rank=rank, alpha=float(rank), targets=list(preset["targets"]))
-    return adapter.inject(denoiser, config, seed=0)
+    """A fresh one."""
+    return adapter.inject(denoiser, adapter_config(preset, rank=rank), seed=0)
 
 
 def make_trainer(
@@ -238,7 +247,7 @@ def timed_steps(
 def measured(name: str, *, tiny: bool, steps: int, checkpointing: bool) -> Found:
     """One family from making its denoiser to the last step."""
     family, device = families.get(name), pick_device()
-    preset = yaml.safe_load((CONF / f"{name}.yaml").read_text(encoding="utf-8"))["preset"]
+    preset = preset_of(name)
     recipe = family.TINY if tiny else FULL[name]
     began = time.perf_counter()
     denoiser = make_denoiser(family, recipe, device=device)

@@ -22,17 +22,17 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
 
 import torch
-import yaml
 
-from bench.full_size import CONF, RANK, make_batch, make_denoiser
+from bench.full_size import adapter_config, make_batch, make_denoiser, preset_of
 from bench.full_size_bases import FULL
 from bench.train_step import RATE, Bench, Case, plain_step
 from lib import adapter, attention, families
-from lib.batches import Batch, StepBatches
+from lib.batches import Batch
 from lib.device import pick_device, release
 from lib.family import Family
 from lib.optimizers import make_optimizer
-from lib.schema import AdapterConfig, OptimizerConfig
+from lib.schema import OptimizerConfig
+from lib.training.step import Trainer
 
 WINDOW, PICTURES = 20, 8
 DEPTHS = ("num_layers", "num_single_layers", "n_layers", "n_refiner_layers")
@@ -74,8 +74,8 @@ def batches(first: Batch, *, steps: int, seed: int) -> Iterator[Batch]:
 def plain(bench: Bench, given: Sequence[Batch], *, seed: int) -> Curve:
     """The loop of the public scripts."""
     denoiser = make_denoiser(bench.family, bench.recipe, device=bench.device)
-    config = AdapterConfig(rank=RANK, alpha=float(RANK), targets=list(bench.preset["targets"]))
-    parameters = list(adapter.inject(denoiser, config, seed=seed).parameters.values())
+    injected = adapter.inject(denoiser, adapter_config(bench.preset), seed=seed)
+    parameters = list(injected.parameters.values())
     optimizer = make_optimizer(parameters, OptimizerConfig(lr=RATE))
     return [
         plain_step(bench.family, denoiser, parameters, optimizer, batch.to(bench.device))
@@ -85,14 +85,15 @@ def plain(bench: Bench, given: Sequence[Batch], *, seed: int) -> Curve:
 
 def ours(bench: Bench, given: Sequence[Batch], case: Case) -> Curve:
     """The project's step."""
+    return taken(bench, given, case)[1]
+
+
+def taken(bench: Bench, given: Sequence[Batch], case: Case) -> tuple[Trainer, Curve]:
+    """Steps of a new denoiser with a new adapter: who took them, and their losses."""
     bench.fresh()
     trainer = bench.trainer(case)
-    losses = []
-    for number, batch in enumerate(given):
-        group = StepBatches(number, (batch,), (0,), num_samples=len(batch.noisy))
-        group = group.packed() if bench.device.type == "cuda" else group
-        losses.append(trainer.launch(group, rate=RATE).result().loss)
-    return losses
+    groups = (bench.group(batch, number) for number, batch in enumerate(given))
+    return trainer, [trainer.launch(group, rate=RATE).result().loss for group in groups]
 
 
 def means(curve: Curve) -> list[float]:
@@ -135,7 +136,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true")
     arguments = parser.parse_args()
     family = families.get(arguments.family)
-    preset = yaml.safe_load((CONF / f"{arguments.family}.yaml").read_text())["preset"]
+    preset = preset_of(arguments.family)
     recipe = family.TINY if arguments.tiny else FULL[arguments.family]
     recipe = recipe if arguments.tiny else shallow(family, recipe, arguments.blocks)
     bench = Bench(family, recipe, preset, pick_device(), ceiling=1.0)

@@ -17,56 +17,43 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
 
 import torch
-import yaml
 from safetensors.torch import load
 
-from bench.full_size import CONF, DTYPE, RANK, make_batch, make_denoiser
+from bench.full_size import adapter_config, make_batch, make_denoiser, preset_of
 from bench.full_size_bases import FULL
-from bench.parity import batches, shallow
-from bench.train_step import RATE, Bench, Case
+from bench.parity import batches, shallow, taken
+from bench.train_step import Bench, Case, predicted
 from lib import adapter, attention, families
-from lib.batches import Batch, StepBatches
+from lib.batches import Batch
 from lib.changes import changes_of
 from lib.device import pick_device, release
 from lib.formats import Target, adapter_file
 from lib.hollow import linear_sizes
 from lib.naming import PEFT
-from lib.schema import AdapterConfig
 
 STRENGTH, STRENGTH_TINY = 0.02, 0.5  # of each number of B: an adapter that changes much
 
 
-def predicted(bench: Bench, denoiser: torch.nn.Module, batch: Batch) -> torch.Tensor:
+def answer_of(bench: Bench, denoiser: torch.nn.Module, batch: Batch) -> torch.Tensor:
     """With gradients, as in training: without, a compiled block is compiled once more."""
-    given = batch.to(bench.device)
-    with torch.autocast(bench.device.type, DTYPE):
-        answer = bench.family.predict(
-            denoiser, given.noisy, given.level, conditioning=given.conditioning, guidance=1.0
-        )
-    return answer.detach().float()
+    return predicted(bench.family, denoiser, batch.to(bench.device)).detach().float()
 
 
 def trained(bench: Bench, case: Case, given: Sequence[Batch], *, strength: float) -> torch.Tensor:
     """The prediction of a trained and then strengthened adapter, by the step's own products."""
-    bench.fresh()
-    trainer = bench.trainer(case)
-    for number, batch in enumerate(given):
-        group = StepBatches(number, (batch,), (0,), num_samples=len(batch.noisy))
-        group = group.packed() if bench.device.type == "cuda" else group
-        trainer.launch(group, rate=RATE).result()
+    trainer, _ = taken(bench, given, case)
     source = torch.Generator().manual_seed(11)
     with torch.no_grad():
         for name, parameter in bench.injected.parameters.items():
             if "lora_B" in name:
                 parameter.copy_(torch.randn(parameter.shape, generator=source) * strength)
     trainer.weights.refresh()
-    return predicted(bench, bench.denoiser, given[0])
+    return answer_of(bench, bench.denoiser, given[0])
 
 
 def exported(bench: Bench) -> bytes:
     """The adapter's file for diffusers."""
-    targets = list(bench.preset["targets"])
-    description = adapter.peft_config(AdapterConfig(rank=RANK, alpha=float(RANK), targets=targets))
+    description = adapter.peft_config(adapter_config(bench.preset))
     named = adapter.renamed(bench.injected.parameters)
     state = {name: tensor.detach().cpu() for name, tensor in named.items()}
     dense = make_denoiser(bench.family, bench.recipe, device=torch.device("meta"))
@@ -87,9 +74,9 @@ def row(bench: Bench, case: Case, given: Sequence[Batch], *, strength: float) ->
     bench.denoiser = bench.injected = None
     release()
     dense = make_denoiser(bench.family, bench.recipe, device=bench.device)
-    before = predicted(bench, dense, given[0])
+    before = answer_of(bench, dense, given[0])
     dense.load_lora_adapter(load(file), prefix=bench.family.FACTS.denoiser)
-    after = predicted(bench, dense, given[0])
+    after = answer_of(bench, dense, given[0])
     apart, changed = ((x - after).norm() / after.norm() for x in (own, before))
     return f"| {case} | {float(apart):.1e} | {float(changed):.1e} |"
 
@@ -104,7 +91,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--tiny", action="store_true")
     asked = parser.parse_args(words)
     family = families.get(asked.family)
-    preset = yaml.safe_load((CONF / f"{asked.family}.yaml").read_text(encoding="utf-8"))["preset"]
+    preset = preset_of(asked.family)
     recipe = family.TINY if asked.tiny else shallow(family, FULL[asked.family], asked.blocks)
     bench = Bench(family, recipe, preset, pick_device(), ceiling=1.0)
     side = 64 if asked.tiny else asked.side

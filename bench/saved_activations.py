@@ -20,10 +20,9 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
 
 import torch
-import yaml
 from torch.autograd.graph import saved_tensors_hooks
 
-from bench.full_size import CONF, DTYPE, RANK, make_adapter, make_batch, make_denoiser
+from bench.full_size import DTYPE, RANK, make_adapter, make_batch, make_denoiser, preset_of
 from bench.full_size_bases import FULL, QUARTER
 from lib import families
 from lib.binding import bind
@@ -42,7 +41,7 @@ def kept_bytes(family: Family, recipe: Recipe, *, way: str, side: int, rank: int
     """Bytes of the storages that a forward leaves for the backward."""
     torch._dynamo.reset()
     device, facts = pick_device(), family.FACTS
-    preset = yaml.safe_load((CONF / f"{facts.name}.yaml").read_text())["preset"]
+    preset = preset_of(facts.name)
     denoiser = make_denoiser(family, recipe, device=device)
     injected = make_adapter(denoiser, preset, rank=rank)
     weights = bind(
@@ -120,7 +119,7 @@ def full_config(family: Family, recipe: Recipe) -> Mapping[str, Any]:
 
 def text_tokens(family: Family, side: int) -> int:
     """Of the random caption that a batch here has."""
-    preset = yaml.safe_load((CONF / f"{family.FACTS.name}.yaml").read_text())["preset"]
+    preset = preset_of(family.FACTS.name)
     batch = make_batch(family, FULL[family.FACTS.name], preset, side=side)
     return batch.conditioning["text_embeds"].shape[1]
 

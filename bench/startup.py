@@ -193,12 +193,11 @@ def write_denoiser(
         (folder / name).write_text(json.dumps(index), encoding="utf-8")
 
 
-def one_caption(data: Path) -> str:
-    """The first picture's caption, which all have from now on: one length of text."""
-    files = sorted(data.glob("*.txt"))
-    for file in files[1:]:
-        shutil.copy(files[0], file)
-    return files[0].read_text(encoding="utf-8")
+def one_caption(data: Path) -> None:
+    """Give all pictures the first one's: one length of text."""
+    first, *others = sorted(data.glob("*.txt"))
+    for file in others:
+        shutil.copy(first, file)
 
 
 def words_of(store: Path, caption: str) -> int:
@@ -241,7 +240,7 @@ def bare(family: str, case: str, *options: str) -> float:
 
 def loop(asked: argparse.Namespace, folder: Path) -> str:
     """A step in a whole run beside the step alone."""
-    caption, compiles = one_caption(folder / "data"), pick_device().type == "cuda"
+    compiles = pick_device().type == "cuda"
     levers = f"trainer.compile={'always' if compiles else 'never'}"
     overrides = [levers, "trainer.gradient_checkpointing=never", *asked.overrides]
     given = argparse.Namespace(**{**vars(asked), "overrides": overrides})
@@ -256,6 +255,7 @@ def loop(asked: argparse.Namespace, folder: Path) -> str:
     case = case_of(decided, precision=asked.precision, side=side_of(asked))
     options = ["--tiny"] * asked.tiny + ["--flash4"] * (decided["attention"] == "flash 4")
     if families.get(asked.family).FACTS.caption_rule["positions"] != "all":
+        caption = next((folder / "data").glob("*.txt")).read_text(encoding="utf-8")
         options += ["--words", str(words_of(folder / "store", caption))]
     with told("the step alone"):
         whole, alone = pace(events), bare(asked.family, case, *options)

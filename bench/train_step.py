@@ -27,10 +27,8 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
 
 import torch
-import yaml
 
 from bench.full_size import (
-    CONF,
     DTYPE,
     TEXTS,
     WORDS,
@@ -38,6 +36,7 @@ from bench.full_size import (
     make_adapter,
     make_batch,
     make_denoiser,
+    preset_of,
 )
 from bench.full_size_bases import FULL
 from lib import attention, ema, families, texts
@@ -158,15 +157,18 @@ class Bench:
             replays=Replays(self.device, enabled=captures, refused=print),
         )
 
+    def group(self, batch: Batch, number: int = 0) -> StepBatches:
+        """A step's only batch, as training hands it over."""
+        made = StepBatches(number, (batch,), (0,), num_samples=len(batch.noisy))
+        return made.packed() if self.device.type == "cuda" else made
+
     def _as_written(self) -> None:
         run_as_written(self.denoiser)
         self.denoiser.disable_gradient_checkpointing()
 
     def ours(self, case: Case) -> Callable[[], Any]:
         trainer, batch = self.trainer(case), self.batch(case)
-        group = StepBatches(0, (batch,), (0,), num_samples=case.batch)
-        if self.device.type == "cuda":
-            group = group.packed()
+        group = self.group(batch)
         unread: list[Any] = []
 
         def step() -> None:
@@ -229,6 +231,14 @@ class Bench:
         )
 
 
+def predicted(family: Family, denoiser: Any, batch: Batch) -> torch.Tensor:
+    """Under autocast, for a batch on the device."""
+    with torch.autocast(batch.noisy.device.type, DTYPE):
+        return family.predict(
+            denoiser, batch.noisy, batch.level, conditioning=batch.conditioning, guidance=1.0
+        )
+
+
 def plain_step(
     family: Family,
     denoiser: Any,
@@ -237,11 +247,7 @@ def plain_step(
     batch: Batch,
 ) -> float:
     """A step of the public scripts, over a batch on the device; its loss."""
-    with torch.autocast(batch.noisy.device.type, DTYPE):
-        answer = family.predict(
-            denoiser, batch.noisy, batch.level, conditioning=batch.conditioning, guidance=1.0
-        )
-    loss = per_sample_loss(answer, batch.target).mean()
+    loss = per_sample_loss(predicted(family, denoiser, batch), batch.target).mean()
     loss.backward()
     torch.nn.utils.clip_grad_norm_(parameters, 1.0)
     optimizer.step()
@@ -353,7 +359,7 @@ def measured(bench: Bench, cases: Sequence[Case], *, plain: bool, profile: bool)
 def main(words: Sequence[str] | None = None) -> None:
     asked = parsed(words)
     family, device = families.get(asked.family), pick_device()
-    preset = yaml.safe_load((CONF / f"{asked.family}.yaml").read_text())["preset"]
+    preset = preset_of(asked.family)
     ceiling = ceiling_of(device)
     print(f"torch {torch.__version__}, matmul ceiling {ceiling / 1e12:.0f} TFLOP/s", flush=True)
     bench = Bench(

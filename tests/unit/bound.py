@@ -5,9 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import yaml
 
-from bench.full_size import CONF, make_batch, make_denoiser
+from bench.full_size import make_batch, make_denoiser, preset_of
 from lib import adapter, ema, families
 from lib.batches import Batch
 from lib.binding import bind
@@ -98,10 +97,6 @@ def trainer_of(made, *, lr=0.0, decay=0.0, weight_decay=0.0):
         ema=ema.start(made.parameters) if decay else {},
         weights=made.weights,
     )
-
-
-def preset_of(name):
-    return yaml.safe_load((CONF / f"{name}.yaml").read_text(encoding="utf-8"))["preset"]
 
 
 def tiny(name, *, rank=4, alpha=8.0, side=SIDE, **settings):

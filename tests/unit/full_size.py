@@ -3,10 +3,9 @@
 from functools import cache
 
 import diffusers
-import yaml
 from accelerate import init_empty_weights
 
-from bench.full_size import CONF
+from bench.full_size import preset_of
 from bench.full_size_bases import FULL
 from lib import families
 from lib.footprint import count
@@ -23,8 +22,7 @@ def denoiser_of(name):
 @cache
 def weights_of(name, rank=16):
     """With an adapter on the preset's targets."""
-    preset = yaml.safe_load((CONF / f"{name}.yaml").read_text(encoding="utf-8"))["preset"]
-    ranks = dict.fromkeys(preset["targets"], rank)
+    ranks = dict.fromkeys(preset_of(name)["targets"], rank)
     return count(shapes_of(denoiser_of(name)), families.get(name).FACTS.costs, ranks=ranks)
 
 

@@ -97,13 +97,10 @@ def test_a_caption_is_padded_as_beside_a_longer_one_in_training():
 
 
 def batch_of(name, **lengths):
-    import yaml
-
-    from bench.full_size import CONF, Texts, make_batch
+    from bench.full_size import Texts, make_batch, preset_of
 
     family = families.get(name)
-    preset = yaml.safe_load((CONF / f"{name}.yaml").read_text(encoding="utf-8"))["preset"]
-    return make_batch(family, family.TINY, preset, side=64, texts=Texts(**lengths))
+    return make_batch(family, family.TINY, preset_of(name), side=64, texts=Texts(**lengths))
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from bench.full_size import preset_of
 from lib import adapter, components, families, frozen, prequantised, products
 from lib.binding import linears, quantisable
 from lib.errors import InputRefused
@@ -17,7 +18,7 @@ from lib.prequantised import StoredNf4
 from lib.schema import AdapterConfig
 from lib.training.previews import twin_of
 from tests.unit import stored_in_nf4
-from tests.unit.bound import CPU, Tiny, fill, flat, preset_of, relative, tiny
+from tests.unit.bound import CPU, Tiny, fill, flat, relative, tiny
 
 pytest.importorskip("bitsandbytes", exc_type=ImportError)
 
