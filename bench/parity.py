@@ -1,6 +1,7 @@
 """Whether a fast step learns what the plain one does: the same draws, loss curves side by side.
 
     python -m bench.parity flux [--modes bf16 fp8 int8 nf4] [--steps 200] [--seeds 5] [--blocks 2]
+    python -m bench.parity krea2 --words 128 --spoken 72
 
 The denoiser has its full width and random weights; `--blocks 0` keeps its full depth. The plain
 loop is PEFT's layers under bfloat16 autocast, not compiled. Beside each mode's largest relative
@@ -23,9 +24,9 @@ os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
 
 import torch
 
-from bench.full_size import adapter_config, make_batch, make_denoiser, preset_of
+from bench.full_size import WORDS, Texts, adapter_config, make_batch, make_denoiser, preset_of
 from bench.full_size_bases import FULL
-from bench.train_step import RATE, Bench, Case, plain_step
+from bench.train_step import RATE, Bench, Case, faults_of_texts, plain_step
 from lib import adapter, attention, families
 from lib.batches import Batch
 from lib.device import pick_device, release
@@ -132,15 +133,21 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--blocks", type=int, default=2)
     parser.add_argument("--side", type=int, default=512)
+    parser.add_argument("--words", type=int, help=f"text tokens of a caption, padded ({WORDS})")
+    parser.add_argument("--spoken", type=int, help="how many of them are its own (all)")
     parser.add_argument("--flash4", action="store_true")
     parser.add_argument("--tiny", action="store_true")
     arguments = parser.parse_args()
     family = families.get(arguments.family)
+    for fault in faults_of_texts(family, arguments.words, arguments.spoken):
+        parser.error(fault)
+    texts = Texts(arguments.words or WORDS, arguments.spoken)
     preset = preset_of(arguments.family)
     recipe = family.TINY if arguments.tiny else FULL[arguments.family]
     recipe = recipe if arguments.tiny else shallow(family, recipe, arguments.blocks)
     bench = Bench(family, recipe, preset, pick_device(), ceiling=1.0)
-    first = make_batch(family, recipe, preset, side=64 if arguments.tiny else arguments.side)
+    side = 64 if arguments.tiny else arguments.side
+    first = make_batch(family, recipe, preset, side=side, texts=texts)
     depth = f"{arguments.blocks} blocks of a kind" if arguments.blocks else "full depth"
     print(f"{arguments.family}, {depth}, {arguments.steps} steps; means of {WINDOW} losses")
 

@@ -1,13 +1,13 @@
 """One training step of a full-size denoiser with random weights: ours beside two common loops.
 
     python -m bench.train_step flux --cases bf16:512:1 fp8:512:4 [--plain] [--profile] [--tiny]
-    python -m bench.train_step krea2 --words 512 --spoken 72
+    python -m bench.train_step krea2 --words 512 --spoken 72 --targets to_q to_k to_v to_out.0
 
 A case is precision:pixels:batch with options after it, as in `nf4:512:1:checkpointing`,
 `nf4:512:1:checkpointing=40` (blocks), `bf16:512:1:eager` (neither compiled nor captured), or one
 alone of `compiled` and `graph`. A family that stores captions at their own length has one of
 `--words` tokens, of which `--spoken` are its own and the rest is masked padding, as a caption has
-beside a longer one in its micro-batch.
+beside a longer one in its micro-batch. An adapter is on the preset's targets or on `--targets`.
 `--plain` adds (a) the plain eager loop with checkpointing and (b) regional compile with dynamic
 shapes and checkpointing, at each size in bf16. What a step learns: `bench.parity`.
 Prints steps/s, samples/s, peak memory, TFLOP/s and the share of the measured matmul ceiling.
@@ -298,6 +298,7 @@ def parsed(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--cases", nargs="*", default=["bf16:512:1"])
     parser.add_argument("--words", type=int, help=f"text tokens of a caption, padded ({WORDS})")
     parser.add_argument("--spoken", type=int, help="how many of them are its own (all)")
+    parser.add_argument("--targets", nargs="*", help="of the adapter (the preset's)")
     parser.add_argument("--plain", action="store_true")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--tiny", action="store_true")
@@ -360,6 +361,7 @@ def main(words: Sequence[str] | None = None) -> None:
     asked = parsed(words)
     family, device = families.get(asked.family), pick_device()
     preset = preset_of(asked.family)
+    preset = {**preset, "targets": asked.targets or preset["targets"]}
     ceiling = ceiling_of(device)
     print(f"torch {torch.__version__}, matmul ceiling {ceiling / 1e12:.0f} TFLOP/s", flush=True)
     bench = Bench(
@@ -373,6 +375,7 @@ def main(words: Sequence[str] | None = None) -> None:
     if family.FACTS.caption_rule["positions"] != "all":
         words, spoken = bench.texts
         print(f"{words} text tokens, its own: {spoken or words}", flush=True)
+    print(f"adapter on {', '.join(preset['targets'])}", flush=True)
     with attention.engaged(flash4=asked.flash4):
         rows = measured(
             bench,

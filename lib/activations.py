@@ -1,4 +1,4 @@
-"""GELU of compiled blocks in the form that a GPU computes fast: the same function."""
+"""Activations of compiled blocks in the form that a GPU computes fast: the same functions."""
 
 from __future__ import annotations
 
@@ -7,6 +7,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
+
+from lib import kernels
+
+DOUBLED, CUBIC = 2 * math.sqrt(2 / math.pi), 0.044715  # of GELU's polynomial
 
 
 def gelu(x: torch.Tensor) -> torch.Tensor:
@@ -16,8 +21,36 @@ def gelu(x: torch.Tensor) -> torch.Tensor:
     it again from x.
     """
     wide = x.float()
-    doubled = 2 * math.sqrt(2 / math.pi) * (wide + 0.044715 * wide * wide * wide)
+    doubled = DOUBLED * (wide + CUBIC * wide * wide * wide)
     return (wide * torch.sigmoid(doubled)).to(x.dtype)
+
+
+def swiglu(x: torch.Tensor) -> torch.Tensor:
+    """The first half by its sigmoid, times the second (arXiv:2002.05202), as FLUX.2 has it."""
+    first, second = x.chunk(2, dim=-1)
+    return functional.silu(first) * second
+
+
+def gelu_back(gradient: torch.Tensor, x: torch.Tensor, target: torch.Tensor) -> None:
+    """The gradient of what `gelu` was given, into a target of its sides; rounded once."""
+    if kernels.runs_on(x):
+        kernels.gelu_back(gradient, x, target, doubled=DOUBLED, cubic=CUBIC)
+        return
+    wide = x.float()
+    share = torch.sigmoid(DOUBLED * (wide + CUBIC * wide * wide * wide))
+    steepness = DOUBLED * (1 + 3 * CUBIC * wide * wide)
+    target.copy_(gradient.float() * (share + wide * share * (1 - share) * steepness))
+
+
+def swiglu_back(gradient: torch.Tensor, x: torch.Tensor, target: torch.Tensor) -> None:
+    """The gradient of what `swiglu` was given, likewise."""
+    if kernels.runs_on(x):
+        kernels.swiglu_back(gradient, x, target)
+        return
+    given, (first, second) = gradient.float(), x.float().chunk(2, dim=-1)
+    share = torch.sigmoid(first)
+    of_first = given * second * share * (1 + first * (1 - share))
+    target.copy_(torch.cat([of_first, given * first * share], dim=-1))
 
 
 def engage(denoiser: Any) -> None:

@@ -16,11 +16,13 @@ import torch
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from lib import ragged
 from lib.device import without_cudnn_attention
 
 CAPABILITIES = (9, 10)  # major ones of the GPUs that its kernels are written for
 NEAR = 0.02  # relative error of bfloat16 kernels; seen: 0.004
 SHAPE = (1, 2, 256, 128)  # batch, heads, tokens, width, as the families have them
+PADDED = slice(40, 100)  # tokens that a mask hides
 STEPS = (12.9898, 78.233, 37.719, 4.581)
 
 
@@ -57,31 +59,48 @@ def engaged(*, flash4: bool) -> Iterator[None]:
             handle.remove()
 
 
-def fault_of_flash4(device: torch.device) -> str:
-    """Why FlashAttention-4 cannot be used on a device, or nothing; found by one attention."""
+def fault_of_flash4(device: torch.device, *, masked: bool = False) -> str:
+    """Why FlashAttention-4 cannot be used on a device, or nothing; found by one attention.
+
+    Where texts are masked, by one over runs of tokens too: that is a kernel of its own.
+    """
     if device.type != "cuda":
         return "there is no GPU"
     if torch.cuda.get_device_capability(device)[0] not in CAPABILITIES:
         return "its kernels are for Hopper and Blackwell GPUs"
+    kinds = (False, True) if masked else (False,)
     try:
         with engaged(flash4=True):
-            found = _attended(device, SDPBackend.FLASH_ATTENTION)
+            found = [_attended(device, SDPBackend.FLASH_ATTENTION, masked=kind) for kind in kinds]
     except (ImportError, OSError, RuntimeError, AttributeError, TypeError, ValueError) as error:
         return f"{type(error).__name__}: {str(error).splitlines()[0]}"
     with without_cudnn_attention():
-        expected = _attended(device, SDPBackend.MATH)
-    near = all((a - b).norm() <= NEAR * b.norm() for a, b in zip(found, expected, strict=True))
+        expected = [_attended(device, SDPBackend.MATH, masked=kind) for kind in kinds]
+    near = all(
+        (a - b).norm() <= NEAR * b.norm()
+        for one, other in zip(found, expected, strict=True)
+        for a, b in zip(one, other, strict=True)
+    )
     return "" if near else "its numbers are wrong here"
 
 
-def _attended(device: torch.device, backend: SDPBackend) -> list[torch.Tensor]:
+def _attended(
+    device: torch.device, backend: SDPBackend, *, masked: bool = False
+) -> list[torch.Tensor]:
     """Output and gradients over fixed numbers, in float32."""
     query, key, value, gradient = (
         _scattered(step, device=device).requires_grad_(step != STEPS[-1]) for step in STEPS
     )
-    with sdpa_kernel(backend):
-        answer = functional.scaled_dot_product_attention(query, key, value)
-        gradients = torch.autograd.grad(answer, (query, key, value), gradient)
+    mask = torch.ones(1, 1, 1, SHAPE[2], dtype=torch.bool, device=device) if masked else None
+    if mask is not None:
+        mask[..., PADDED] = False
+    if mask is not None and backend == SDPBackend.FLASH_ATTENTION:
+        heads_last = [x.transpose(1, 2) for x in (query, key, value)]
+        answer = ragged.attended(heads_last[0], heads_last[1], heads_last[2], mask).transpose(1, 2)
+    else:
+        with sdpa_kernel(backend):
+            answer = functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+    gradients = torch.autograd.grad(answer, (query, key, value), gradient)
     return [tensor.detach().float() for tensor in (answer, *gradients)]
 
 

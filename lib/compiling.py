@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch._functorch import config as functorch
 
-from lib import activations, kernels, processors
+from lib import activations, kernels, parallel, processors
 from lib.compiled import compiled_in
 from lib.recomputing import repeated
 
@@ -58,7 +58,16 @@ def compile_blocks(denoiser: Any, *, fixed_text: bool) -> None:
     if kernels.runs_on(next(denoiser.parameters())):
         processors.engage(denoiser)
         activations.engage(denoiser)
+        _reduce_whole_rows()
     denoiser.compile_repeated_blocks(fullgraph=True, dynamic=False if fixed_text else None)
+
+
+def _reduce_whole_rows() -> None:
+    from torch._inductor import config  # seconds, which a plain run saves
+
+    from lib.reductions import WholeRows
+
+    config.inductor_choices_class = WholeRows
 
 
 @cache
@@ -67,13 +76,15 @@ def _answering_apart(kind: type[Any]) -> type[Any]:
 
     Parts of one tensor would be cut outside the compiled block, and their gradients put together
     there by tensors of zeros; inside, each is written where it is to be. A hook is not inside:
-    torch compiles it by itself.
+    torch compiles it by itself. A block that has a forward of ours takes it where that answers.
     """
 
-    own = kind.forward
+    own, ours = kind.forward, parallel.BLOCKS.get(kind.__name__)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        answer = own(self, *args, **kwargs)
+        answer = None if ours is None else ours(self, *args, **kwargs)
+        if answer is None:
+            answer = own(self, *args, **kwargs)
         return tuple(part.clone() for part in answer) if isinstance(answer, tuple) else answer
 
     return type(kind.__name__, (kind,), {"forward": forward, "as_written": kind})

@@ -38,8 +38,12 @@ def choose(
     total_steps: int,
     events: Events,
     needs: Needs | None = None,
+    masked: bool = False,
 ) -> Levers:
-    """The levers of a run on a device, as the configuration and the device allow."""
+    """The levers of a run on a device, as the configuration and the device allow.
+
+    `masked`: whether texts are padded, and attention must not see it.
+    """
     asked = config.trainer
 
     def recorded(name: str, value: Any, setting: str, reason: str) -> None:
@@ -54,7 +58,7 @@ def choose(
     recorded("gradient_checkpointing", found, asked.gradient_checkpointing, again.reason)
     captures, why = _captures(config, device)
     recorded("cuda_graphs", captures, asked.cuda_graphs, why)
-    fault = _fault_of_flash4(config, device)
+    fault = _fault_of_flash4(config, device, masked=masked)
     name = "torch's own" if fault else "flash 4"
     recorded("attention", name, asked.attention, f"flash 4: {fault}" if fault else "measured right")
     rounds = asked.tf32
@@ -110,12 +114,12 @@ def _checkpoints(
     return choosing.checkpointing(needs, device, mode=mode, compiled=compiled)
 
 
-def _fault_of_flash4(config: Config, device: torch.device) -> str:
+def _fault_of_flash4(config: Config, device: torch.device, *, masked: bool) -> str:
     if config.trainer.attention == "flash":
         return "as asked"
     if config.trainer.deterministic:
         return "trainer.deterministic"
-    return attention.fault_of_flash4(device)
+    return attention.fault_of_flash4(device, masked=masked)
 
 
 def _captures(config: Config, device: torch.device) -> tuple[bool, str]:

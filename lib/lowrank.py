@@ -76,6 +76,10 @@ class Group:
             self._answers = self._fed = None
         return answers[place]
 
+    def whole(self, x: torch.Tensor) -> torch.Tensor:
+        """What all members answer, one after the other: columns of one tensor."""
+        return self._computed(x)
+
     def _computed(self, x: torch.Tensor) -> torch.Tensor:
         if self.down is None:
             return self.base(x)
@@ -89,3 +93,13 @@ class Group:
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """A copied denoiser computes each layer by itself, by PEFT's own code."""
         return
+
+
+def group_of(layers: Sequence[Any]) -> Group | None:
+    """The group of exactly these, in this order, while it answers for them all by one product."""
+    group = getattr(layers[0], "group", None)
+    if group is None or group.dropout is not None or len(group.members) != len(layers):
+        return None
+    if any(layer is not member for layer, member in zip(layers, group.members, strict=True)):
+        return None
+    return None if any(getattr(layer, "disable_adapters", False) for layer in layers) else group

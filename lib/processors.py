@@ -11,7 +11,8 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from lib import rotary
+from lib import parallel, ragged, rotary
+from lib.parallel import Columns
 from lib.rotary import Stream
 
 Angles = tuple[torch.Tensor, torch.Tensor]  # cosines and sines: batch or 1, tokens, pairs
@@ -39,12 +40,24 @@ class Processor:
 
     def attended(self, parts: Sequence[_Part], mask: torch.Tensor | None) -> torch.Tensor:
         """Of all streams, one after the other: batch, tokens, heads times width."""
-        from diffusers.models.attention_dispatch import dispatch_attention_fn
-
         query = self._turned([(part.query, part.norm_q, part.angles) for part in parts])
         key = self._turned([(part.key, part.norm_k, part.angles) for part in parts])
         values = [_heads(part.value, part.norm_k) for part in parts]
         value = values[0] if len(values) == 1 else torch.cat(values, dim=1)
+        return self.dispatched(query, key, value, mask)
+
+    def dispatched(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Each of batch, tokens, heads, width, of k and v fewer heads; the mask is of keys."""
+        from diffusers.models.attention_dispatch import dispatch_attention_fn
+
+        if mask is not None and ragged.takes(query, mask):
+            return ragged.attended(query, key, value, mask).flatten(2, 3)
         if (times := query.shape[2] // key.shape[2]) > 1:
             key, value = (x.repeat_interleave(times, dim=2) for x in (key, value))
         found = dispatch_attention_fn(
@@ -117,6 +130,14 @@ class Flux(Processor):
         text = _added(attn, encoder_hidden_states, (cos[:, :texts], sin[:, :texts]))
         return _answers(attn, self.attended([text, image], attention_mask), texts)
 
+    def beside(self, attn: Any, whole: torch.Tensor, image_rotary_emb: Angles) -> torch.Tensor:
+        """Of a single block's first product, the feed-forward's columns before q: its second's."""
+        size = attn.inner_dim
+        columns = Columns(query=whole.shape[-1] - 3 * size, hidden=0, size=size)
+        return parallel.side_by_side(
+            self, attn, whole, columns, _of_pairs(*image_rotary_emb), gated=False
+        )
+
 
 class FluxParallel(Processor):
     """FLUX.2's single blocks, whose first product is q, k, v and the feed-forward's."""
@@ -130,16 +151,19 @@ class FluxParallel(Processor):
         attention_mask: torch.Tensor | None = None,
         image_rotary_emb: Angles | None = None,
     ) -> torch.Tensor:
-        if image_rotary_emb is None:
+        if image_rotary_emb is None or type(attn.mlp_act_fn).__name__ != "Flux2SwiGLU":
             return self.own(attn, hidden_states, attention_mask, image_rotary_emb)
-        whole = attn.to_qkv_mlp_proj(hidden_states)
-        *qkv, hidden = whole.split(
-            [*[attn.inner_dim] * 3, attn.mlp_hidden_dim * attn.mlp_mult_factor], dim=-1
+        columns = Columns(query=0, hidden=3 * attn.inner_dim, size=attn.inner_dim)
+        found = parallel.side_by_side(
+            self,
+            attn,
+            attn.to_qkv_mlp_proj(hidden_states),
+            columns,
+            _of_pairs(*image_rotary_emb),
+            gated=True,
+            mask=attention_mask,
         )
-        query, key, value = qkv
-        part = _Part(query, key, value, attn.norm_q, attn.norm_k, _of_pairs(*image_rotary_emb))
-        found = self.attended([part], attention_mask)
-        return attn.to_out(torch.cat([found, attn.mlp_act_fn(hidden)], dim=-1))
+        return attn.to_out(found)
 
 
 class QwenImage(Processor):

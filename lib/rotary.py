@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd import Function
 
-from lib import kernels
+from lib import head_kernels, kernels
 
 
 class Stream(NamedTuple):
@@ -69,7 +69,7 @@ def rotate(
         xs, weights, cosines, sines, _parts(found, xs), strict=True
     ):
         if kernels.runs_on(x):
-            kernels.rotate(x, weight, cos, sin, part, eps=eps, plus=plus)
+            head_kernels.rotate(x, weight, cos, sin, part, eps=eps, plus=plus)
         else:
             part.copy_(_turned(x.float() * _inverse(x, eps) * _scale(weight, plus), cos, sin))
     return found
@@ -90,15 +90,30 @@ def rotate_back(
     for x, weight, cos, sin, part, whole in zip(
         xs, weights, cosines, sines, _parts(gradient, xs), found, strict=True
     ):
-        if kernels.runs_on(x):
-            kernels.rotate_back(part, x, weight, cos, sin, whole, eps=eps, plus=plus)
-            continue
-        of_normed = _turned(part.float(), cos, -sin) * _scale(weight, plus)
-        inverse = _inverse(x, eps)
-        normed = x.float() * inverse
-        mean = (of_normed * normed).mean(-1, keepdim=True)
-        whole.copy_((of_normed - normed * mean) * inverse)
+        turn_back(part, x, weight, cos, sin, whole, eps=eps, plus=plus)
     return found
+
+
+def turn_back(
+    gradient: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    target: torch.Tensor,
+    *,
+    eps: float,
+    plus: float = 0.0,
+) -> None:
+    """The gradient of one stream's x, into a target whose heads are dense."""
+    if kernels.runs_on(x):
+        head_kernels.rotate_back(gradient, x, weight, cos, sin, target, eps=eps, plus=plus)
+        return
+    of_normed = _turned(gradient.float(), cos, -sin) * _scale(weight, plus)
+    inverse = _inverse(x, eps)
+    normed = x.float() * inverse
+    mean = (of_normed * normed).mean(-1, keepdim=True)
+    target.copy_((of_normed - normed * mean) * inverse)
 
 
 @rotate.register_fake

@@ -44,7 +44,12 @@ def make_trainer(
     events.decision("device", str(device), source="machine", reason="the first GPU, else the CPU")
     check_precision(mode, device)
     chosen = levers.choose(
-        config, device=device, total_steps=total_steps, events=events, needs=needs
+        config,
+        device=device,
+        total_steps=total_steps,
+        events=events,
+        needs=needs,
+        masked=family.FACTS.caption_rule["mask"] is not None,
     )
     denoiser, injected, weights = _adapted(config, family, base, events, device=device)
     fixed_text = family.FACTS.caption_rule["positions"] == "all"

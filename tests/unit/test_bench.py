@@ -136,7 +136,8 @@ def test_a_step_over_padded_text_is_measured(family, capsys):
     from bench import train_step
 
     lengths = ["--words", "32", "--spoken", "20"]
-    train_step.main([family, "--tiny", *lengths, "--cases", "fp32:64:2:eager"])
+    targets = ["--targets", "to_q", "to_out.0"]
+    train_step.main([family, "--tiny", *lengths, *targets, "--cases", "fp32:64:2:eager"])
     said = capsys.readouterr().out
     assert "32 text tokens, its own: 20" in said
     assert len(re.findall(r"^\| ours \| fp32:64:2:eager \| [\d.]+ \|", said, re.M)) == 2

@@ -6,7 +6,7 @@ import os
 import pytest
 import torch
 
-from lib import kernels, products, rotary
+from lib import activations, head_kernels, kernels, products, rotary
 from tests.unit.stored_in_nf4 import by_bitsandbytes
 
 pytest.importorskip("bitsandbytes", exc_type=ImportError)
@@ -20,17 +20,26 @@ class OnGpu(torch.Tensor):
     is_cuda = True
 
 
-@pytest.fixture
-def ours(monkeypatch):
-    """The kernels, and a device that computes them: without a GPU they are interpreted."""
+def computing(module, monkeypatch):
+    """Kernels of a module, and a device that computes them: without a GPU they are interpreted."""
     pytest.importorskip("triton")
     if torch.cuda.is_available():
-        return kernels, torch.device("cuda")
+        return module, torch.device("cuda")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    found = importlib.util.spec_from_file_location("kernels_interpreted", kernels.__file__)
-    module = importlib.util.module_from_spec(found)
-    found.loader.exec_module(module)
-    return module, torch.device("cpu")
+    found = importlib.util.spec_from_file_location("kernels_interpreted", module.__file__)
+    interpreted = importlib.util.module_from_spec(found)
+    found.loader.exec_module(interpreted)
+    return interpreted, torch.device("cpu")
+
+
+@pytest.fixture
+def ours(monkeypatch):
+    return computing(kernels, monkeypatch)
+
+
+@pytest.fixture
+def of_heads(monkeypatch):
+    return computing(head_kernels, monkeypatch)
 
 
 def drawn(rows, features, *, nested, device="cpu"):
@@ -135,9 +144,9 @@ def test_nf4_widens_by_our_kernel_where_there_are_a_gpu_and_triton(monkeypatch, 
 )
 @pytest.mark.parametrize("of_each", [False, True], ids=["angles of all", "angles of each"])
 @pytest.mark.parametrize("heads", [8, 12])
-def test_heads_are_normed_and_turned_as_plain_operators_do(ours, heads, of_each):
-    """Forth and back, within a product's answer and into a part of a whole."""
-    module, device = ours
+def test_heads_are_normed_and_turned_as_plain_operators_do(of_heads, heads, of_each):
+    """Forth and back, within a product's answer, into a part of a whole and into columns."""
+    module, device = of_heads
     batch, tokens, width = 2, 5, 16
     source = torch.Generator().manual_seed(0)
 
@@ -149,12 +158,62 @@ def test_heads_are_normed_and_turned_as_plain_operators_do(ours, heads, of_each)
     angles = drawn(batch if of_each else 1, tokens, width // 2, 2)
     cos, sin = angles[..., 0], angles[..., 1]
     others = [x.cpu()], [weight.cpu()], [cos.cpu()], [sin.cpu()], 1e-6, 1.0
-    whole = x.new_zeros(batch, tokens + 3, heads, width)
-    module.rotate(x, weight, cos, sin, whole[:, 2:-1], eps=1e-6, plus=1.0)
-    torch.testing.assert_close(whole[:, 2:-1].cpu(), rotary.rotate(*others))
-    assert not whole[:, :2].any()
-    assert not whole[:, -1:].any()
+    turned = rotary.rotate(*others)
     gradient = drawn(batch, heads, tokens, width).transpose(1, 2)  # as attention leaves it
-    found = torch.empty_like(whole[:, 2:-1].contiguous())
-    module.rotate_back(gradient, x, weight, cos, sin, found, eps=1e-6, plus=1.0)
-    torch.testing.assert_close(found.cpu(), rotary.rotate_back(gradient.cpu(), *others)[0])
+    of_x = rotary.rotate_back(gradient.cpu(), *others)[0]
+    for target, rest in targets(x):
+        module.rotate(x, weight, cos, sin, target, eps=1e-6, plus=1.0)
+        torch.testing.assert_close(target.cpu(), turned)
+        module.rotate_back(gradient, x, weight, cos, sin, target, eps=1e-6, plus=1.0)
+        torch.testing.assert_close(target.cpu(), of_x)
+        assert not any(part.any() for part in rest)
+
+
+def targets(x):
+    """Some tokens of a whole, and some columns of one; what is beside them."""
+    batch, tokens, heads, width = x.shape
+    whole = x.new_zeros(batch, tokens + 3, heads, width)
+    yield whole[:, 2:-1], (whole[:, :2], whole[:, -1:])
+    size = heads * width
+    before, part, after = x.new_zeros(batch, tokens, 2 * size + 7).split([7, size, size], dim=-1)
+    yield part.unflatten(-1, (heads, width)), (before, after)
+
+
+@pytest.mark.parametrize("heads", [8, 12])
+def test_heads_are_copied_into_columns(of_heads, heads):
+    module, device = of_heads
+    values = torch.arange(2 * heads * 5 * 16.0, device=device).view(2, heads, 5, 16) + 1
+    for x in (values.transpose(1, 2), values.transpose(2, 3).contiguous().permute(0, 3, 1, 2)):
+        for target, rest in targets(x):
+            module.copy(x, target)
+            assert torch.equal(target, x)
+            assert not any(part.any() for part in rest)
+
+
+ACTIVATIONS = {
+    "gelu": (activations.gelu_back, {"doubled": activations.DOUBLED, "cubic": activations.CUBIC}),
+    "swiglu": (activations.swiglu_back, {}),
+}
+
+
+# The interpreter's: an exponential beyond float32 is infinite, and its sigmoid 0.
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp2:RuntimeWarning")
+# A whole program; programs of which the last one is cut short.
+@pytest.mark.parametrize("columns", [1024, 1300])
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_gradients_of_activations_are_written_into_columns(ours, name, columns):
+    """Of the activation's answer, columns of a wider gradient, as the second product leaves it."""
+    module, device = ours
+    plain, constants = ACTIVATIONS[name]
+    times = 2 if name == "swiglu" else 1
+    source = torch.Generator().manual_seed(columns)
+    gradient = torch.randn(2, 3, 40 + columns, generator=source)[..., 40:]
+    x = 4 * torch.randn(2, 3, 24 + times * columns, generator=source)[..., 24:]
+    x[0, 0, ::100] *= 1000
+    whole = x.new_zeros(2, 3, 24 + times * columns + 8).to(device)
+    target, expected = whole[..., 24:-8], torch.empty_like(x)
+    getattr(module, f"{name}_back")(gradient.to(device), x.to(device), target, **constants)
+    plain(gradient, x, expected)
+    torch.testing.assert_close(target.cpu(), expected, rtol=1e-5, atol=1e-5)
+    assert not whole[..., :24].any()
+    assert not whole[..., -8:].any()
