@@ -155,27 +155,28 @@ def main() -> None:
         return list(batches(first, steps=arguments.steps, seed=seed))
 
     given = draws(0)
+    print("| what | largest relative difference of 20-step means |\n|---|---|", flush=True)
     with attention.engaged(flash4=False):
         reference = tried("plain, seed 0", lambda: plain(bench, given, seed=0))
-        firsts = [
-            tried(f"plain, adapter {s}", lambda s=s: plain(bench, given, seed=s))
-            for s in range(1, arguments.seeds)
-        ]
-        drawn = [
-            tried(f"plain, seed {s}", lambda s=s: plain(bench, draws(s), seed=s))
-            for s in range(1, arguments.seeds)
-        ]
-    lines = ["| what | largest relative difference of 20-step means |", "|---|---|"]
-    if reference:
-        for name, curves in (("spread over adapters", firsts), ("spread over seeds", drawn)):
-            lines.append(f"| {name} | {spread([reference, *(c for c in curves if c)]):.2e} |")
+    if not reference:
+        return
     with attention.engaged(flash4=arguments.flash4):
         for mode in arguments.modes:
             case = Case.of(f"{mode}:{arguments.side}:1")
             curve = tried(f"ours, {mode}", lambda case=case: ours(bench, given, case))
-            if curve and reference:
-                lines.append(f"| ours, {mode} | {apart(curve, reference):.2e} |")
-    print("\n".join(lines))
+            if curve:
+                print(f"| ours, {mode} | {apart(curve, reference):.2e} |", flush=True)
+    others = range(1, arguments.seeds)
+    with attention.engaged(flash4=False):
+        for name, drawn in (("adapters", False), ("seeds", True)):
+            curves = [
+                tried(
+                    f"plain, {name} {seed}",
+                    lambda s=seed, d=drawn: plain(bench, draws(s) if d else given, seed=s),
+                )
+                for seed in others
+            ]
+            print(f"| spread over {name} | {spread([reference, *filter(None, curves)]):.2e} |")
 
 
 if __name__ == "__main__":

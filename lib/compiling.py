@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch._functorch import config as functorch
+from torch.autograd import Function
 
 from lib import activations, kernels, parallel, processors
 from lib.compiled import compiled_in
@@ -72,7 +73,7 @@ def _reduce_whole_rows() -> None:
 
 @cache
 def _answering_apart(kind: type[Any]) -> type[Any]:
-    """The same block, whose answers are tensors of their own.
+    """The same block, whose answers are tensors of their own, and its inputs' gradients too.
 
     Parts of one tensor would be cut outside the compiled block, and their gradients put together
     there by tensors of zeros; inside, each is written where it is to be. A hook is not inside:
@@ -82,12 +83,30 @@ def _answering_apart(kind: type[Any]) -> type[Any]:
     own, ours = kind.forward, parallel.BLOCKS.get(kind.__name__)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        args = tuple(_taken_apart(arg) for arg in args)
+        kwargs = {name: _taken_apart(arg) for name, arg in kwargs.items()}
         answer = None if ours is None else ours(self, *args, **kwargs)
         if answer is None:
             answer = own(self, *args, **kwargs)
         return tuple(part.clone() for part in answer) if isinstance(answer, tuple) else answer
 
     return type(kind.__name__, (kind,), {"forward": forward, "as_written": kind})
+
+
+def _taken_apart(given: Any) -> Any:
+    """A block's argument; the gradient of a tensor is dense, as the block before it expects it."""
+    needs = isinstance(given, torch.Tensor) and given.requires_grad
+    return _DenseGradient.apply(given) if needs else given
+
+
+class _DenseGradient(Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[0].contiguous()
 
 
 def run_as_written(denoiser: Any) -> None:

@@ -1,5 +1,6 @@
 """What compiling changes around a block, and that it is taken back; by compilers that are quick."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -7,7 +8,9 @@ import torch
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 
+from lib.batches import Batch
 from lib.compiling import compile_blocks, run_as_written
+from lib.family import Conditioning
 from tests.unit.bound import storages, tiny
 
 
@@ -56,9 +59,39 @@ def test_a_block_and_its_answers_are_one_graph_with_a_gradient_for_each(monkeypa
     made, gradients = tiny("flux"), []
     made.bind()
 
-    def backward(module, _inputs):
-        names = [node.name for node in module.graph.nodes if node.op == "placeholder"]
+    def looked_at(graph):
+        names = [node.name for node in graph.nodes if node.op == "placeholder"]
         gradients.append(sum(name.startswith("tangents") for name in names))
+
+    compile_by(looked_at, made, monkeypatch)
+    made.loss().backward()
+    assert gradients == [2, 2]  # of a single block, of a double one
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*not a leaf Tensor:UserWarning")
+def test_gradients_of_inputs_are_dense_as_the_block_before_expects_them(monkeypatch):
+    """Parts of one gradient, of a batch: torch would copy them between two blocks."""
+    made, dense = tiny("flux"), []
+    made.batch = doubled(made.batch)
+    made.bind()
+
+    def looked_at(graph):
+        (answers,) = graph.output_node().args
+        found = [node.meta["val"] for node in answers if node is not None]
+        dense.extend(value.is_contiguous() for value in found if value.ndim == 3)
+
+    compile_by(looked_at, made, monkeypatch)
+    made.loss().backward()
+    assert len(dense) == 2  # of a single block: the double one is the first
+    assert all(dense)
+
+
+def compile_by(look, made, monkeypatch):
+    """Compile blocks by a backend that has each backward looked at."""
+
+    def backward(module, _inputs):
+        look(module.graph)
         return make_boxed_func(module)
 
     backend = aot_autograd(
@@ -67,5 +100,12 @@ def test_a_block_and_its_answers_are_one_graph_with_a_gradient_for_each(monkeypa
     compiled = partial(type(made.denoiser).compile_repeated_blocks, made.denoiser, backend=backend)
     monkeypatch.setattr(made.denoiser, "compile_repeated_blocks", compiled, raising=False)
     compile_blocks(made.denoiser, fixed_text=True)
-    made.loss().backward()
-    assert gradients == [2, 2]  # of a single block, of a double one
+
+
+def doubled(batch):
+    conditioning = Conditioning(
+        {name: torch.cat([tensor] * 2) for name, tensor in batch.conditioning.items()},
+        batch.conditioning.lengths * 2,
+    )
+    tensors = {name: torch.cat([getattr(batch, name)] * 2) for name in Batch.TENSORS}
+    return replace(batch, conditioning=conditioning, names=("one", "other"), **tensors)
