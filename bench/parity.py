@@ -24,9 +24,9 @@ os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
 
 import torch
 
-from bench.full_size import WORDS, Texts, adapter_config, make_batch, make_denoiser, preset_of
+from bench.full_size import adapter_config, make_batch, make_denoiser, preset_of
 from bench.full_size_bases import FULL
-from bench.train_step import RATE, Bench, Case, faults_of_texts, plain_step
+from bench.stepping import RATE, Bench, Case, add_lengths, plain_step, texts_of
 from lib import adapter, attention, families
 from lib.batches import Batch
 from lib.device import pick_device, release
@@ -133,19 +133,16 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--blocks", type=int, default=2)
     parser.add_argument("--side", type=int, default=512)
-    parser.add_argument("--words", type=int, help=f"text tokens of a caption, padded ({WORDS})")
-    parser.add_argument("--spoken", type=int, help="how many of them are its own (all)")
+    add_lengths(parser)
     parser.add_argument("--flash4", action="store_true")
     parser.add_argument("--tiny", action="store_true")
     arguments = parser.parse_args()
     family = families.get(arguments.family)
-    for fault in faults_of_texts(family, arguments.words, arguments.spoken):
-        parser.error(fault)
-    texts = Texts(arguments.words or WORDS, arguments.spoken)
+    texts = texts_of(parser, arguments, family)
     preset = preset_of(arguments.family)
     recipe = family.TINY if arguments.tiny else FULL[arguments.family]
     recipe = recipe if arguments.tiny else shallow(family, recipe, arguments.blocks)
-    bench = Bench(family, recipe, preset, pick_device(), ceiling=1.0)
+    bench = Bench(family, recipe, preset, pick_device())
     side = 64 if arguments.tiny else arguments.side
     first = make_batch(family, recipe, preset, side=side, texts=texts)
     depth = f"{arguments.blocks} blocks of a kind" if arguments.blocks else "full depth"

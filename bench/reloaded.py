@@ -22,7 +22,7 @@ from safetensors.torch import load
 from bench.full_size import adapter_config, make_batch, make_denoiser, preset_of
 from bench.full_size_bases import FULL
 from bench.parity import batches, shallow, taken
-from bench.train_step import Bench, Case, predicted
+from bench.stepping import Bench, Case, predicted
 from lib import adapter, attention, families
 from lib.batches import Batch
 from lib.changes import changes_of
@@ -93,7 +93,7 @@ def main(words: Sequence[str] | None = None) -> None:
     family = families.get(asked.family)
     preset = preset_of(asked.family)
     recipe = family.TINY if asked.tiny else shallow(family, FULL[asked.family], asked.blocks)
-    bench = Bench(family, recipe, preset, pick_device(), ceiling=1.0)
+    bench = Bench(family, recipe, preset, pick_device())
     side = 64 if asked.tiny else asked.side
     first = make_batch(family, recipe, preset, side=side)
     given = list(batches(first, steps=asked.steps, seed=0))

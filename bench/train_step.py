@@ -19,8 +19,7 @@ import os
 import statistics
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -28,231 +27,41 @@ os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
 
 import torch
 
-from bench.full_size import (
-    DTYPE,
-    TEXTS,
-    WORDS,
-    Texts,
-    make_adapter,
-    make_batch,
-    make_denoiser,
-    preset_of,
-)
+from bench.full_size import DTYPE, preset_of
 from bench.full_size_bases import FULL
-from lib import attention, ema, families, texts
-from lib.batches import Batch, StepBatches
-from lib.binding import bind
-from lib.compiling import compile_blocks, run_as_written
+from bench.stepping import Bench, Case, add_lengths, texts_of
+from lib import attention, families
 from lib.device import pick_device, release
-from lib.families import qwen_image
-from lib.family import Conditioning, Family
-from lib.objectives import per_sample_loss
-from lib.optimizers import make_optimizer
-from lib.recomputing import recompute
-from lib.records import compute_dtype
-from lib.replays import Replays
-from lib.schema import OptimizerConfig
-from lib.training.step import Trainer
 
 WARM, TIMED = 5, 15
-RATE = 1e-4
 
 
-@dataclass(frozen=True)
-class Case:
-    """What is measured, as `precision:pixels:batch[:option...]` names it."""
-
-    mode: str
-    side: int
-    batch: int
-    options: tuple[str, ...] = ()
-
-    @classmethod
-    def of(cls, text: str) -> "Case":
-        mode, side, batch, *options = text.split(":")
-        return cls(mode, int(side), int(batch), tuple(options))
-
-    def __str__(self) -> str:
-        return ":".join([self.mode, str(self.side), str(self.batch), *self.options])
-
-
-@dataclass
-class Bench:
-    """One family's denoiser and its adapter; quantised ones are made anew."""
-
-    family: Family
-    recipe: Mapping[str, Any]
-    preset: Mapping[str, Any]
-    device: torch.device
-    ceiling: float  # measured FLOP/s of a large bf16 product
-    texts: Texts = TEXTS  # where captions are stored at their own length
-    denoiser: Any = None
-    injected: Any = None
-    mode: str = ""
-
-    def fresh(self) -> None:
-        """A new dense denoiser with a new adapter."""
-        self.denoiser = self.injected = None
-        gc.collect()
-        release()
-        began = time.perf_counter()
-        self.denoiser = make_denoiser(self.family, self.recipe, device=self.device)
-        if self.family is qwen_image:
-            qwen_image.make_recordable()  # as loading a base does
-        self.injected = make_adapter(self.denoiser, self.preset)
-        self.mode = "plain"
-        print(f"  made in {time.perf_counter() - began:.0f} s", flush=True)
-
-    def batch(self, case: Case) -> Batch:
-        one = make_batch(self.family, self.recipe, self.preset, side=case.side, texts=self.texts)
-        conditioning = Conditioning(
-            {n: t.expand(case.batch, *t.shape[1:]).clone() for n, t in one.conditioning.items()},
-            one.conditioning.lengths * case.batch,
-        )
-        tensors = [torch.cat([getattr(one, n)] * case.batch) for n in Batch.TENSORS]
-        fields = dict(zip(Batch.TENSORS, tensors, strict=True))
-        return Batch(**fields, conditioning=conditioning, names=("random",) * case.batch)
-
-    def trainer(self, case: Case) -> Trainer:
-        """Ours, bound in the case's precision, compiled and captured unless it says eager."""
-        torch._dynamo.reset()
-        if self.mode not in ("plain", "bf16"):
-            self.fresh()
-        dtype = compute_dtype(case.mode)
-        if dtype != DTYPE:
-            self.denoiser.to(dtype)
-        weights = bind(
-            self.denoiser,
-            self.injected.parameters,
-            shared=self.family.FACTS.shared_inputs,
-            mode=case.mode,
-            device=self.device,
-            dtype=dtype,
-            scale=1.0,
-        )
-        self.mode = case.mode
-        self._as_written()
-        for option in case.options:
-            name, _, blocks = option.partition("=")
-            if name == "checkpointing":
-                recompute(self.denoiser, blocks=int(blocks) if blocks else None)
-        on_gpu = self.device.type == "cuda"
-        if on_gpu and not {"eager", "graph"} & set(case.options):
-            compile_blocks(self.denoiser, fixed_text=True)  # one shape a case
-        optimizer = make_optimizer(self.injected.parameters.values(), OptimizerConfig(lr=RATE))
-        captures = on_gpu and not {"eager", "compiled"} & set(case.options)
-        return Trainer(
-            family=self.family,
-            denoiser=self.denoiser,
-            parameters=self.injected.parameters,
-            optimizer=optimizer,
-            device=self.device,
-            autocast_dtype=None if case.mode == "fp32" else dtype,
-            max_grad_norm=1.0,
-            seed=0,
-            dropout=0.0,
-            ema_decay=0.99,
-            ema=ema.start(self.injected.parameters),
-            weights=weights,
-            replays=Replays(self.device, enabled=captures, refused=print),
-        )
-
-    def group(self, batch: Batch, number: int = 0) -> StepBatches:
-        """A step's only batch, as training hands it over."""
-        made = StepBatches(number, (batch,), (0,), num_samples=len(batch.noisy))
-        return made.packed() if self.device.type == "cuda" else made
-
-    def _as_written(self) -> None:
-        run_as_written(self.denoiser)
-        self.denoiser.disable_gradient_checkpointing()
-
-    def ours(self, case: Case) -> Callable[[], Any]:
-        trainer, batch = self.trainer(case), self.batch(case)
-        group = self.group(batch)
-        unread: list[Any] = []
-
-        def step() -> None:
-            """As the training loop does: a step's numbers are read when the next is on its way."""
-            unread.append(trainer.launch(group, rate=RATE))
-            if len(unread) > 1:
-                unread.pop(0).result()
-
-        return step
-
-    def common(self, case: Case, *, compiled: bool) -> Callable[[], Any]:
-        """The loop of the public scripts: PEFT's layers under autocast, AdamW, one `item`."""
-        torch._dynamo.reset()
-        if self.mode != "plain":
-            self.fresh()
-        self._as_written()
-        if "free" not in case.options:
-            self.denoiser.enable_gradient_checkpointing()
-        if compiled:
-            self.denoiser.compile_repeated_blocks(dynamic=True)
-        parameters = list(self.injected.parameters.values())
-        optimizer = make_optimizer(parameters, OptimizerConfig(lr=RATE))
-        batch = self.batch(case).to(self.device)
-
-        return lambda: plain_step(self.family, self.denoiser, parameters, optimizer, batch)
-
-    def flops(self, case: Case) -> float:
-        """Of one plain step without recomputation, by torch's counter."""
-        from torch.utils.flop_counter import FlopCounterMode
-
-        step = self.common(Case("bf16", case.side, case.batch, ("free",)), compiled=False)
-        with FlopCounterMode(display=False) as counter:
-            step()
-        return counter.get_total_flops()
-
-    def measure(self, name: str, case: Case, step: Callable[[], Any], flops: float) -> str:
-        gc.collect()
-        release()
-        gpu = self.device.type == "cuda"
-        if gpu:
-            torch.cuda.reset_peak_memory_stats()
-        began = time.perf_counter()
+def measure(name: str, case: Case, step: Callable[[], Any], *, flops: float, ceiling: float) -> str:
+    """A row of a case; `ceiling` is the measured FLOP/s of a large bf16 product."""
+    gc.collect()
+    release()
+    gpu = torch.cuda.is_available()
+    if gpu:
+        torch.cuda.reset_peak_memory_stats()
+    began = time.perf_counter()
+    step()
+    first = time.perf_counter() - began
+    for _ in range(WARM):
         step()
-        first = time.perf_counter() - began
-        for _ in range(WARM):
-            step()
-        if gpu:
-            torch.cuda.synchronize()
-        began = time.perf_counter()
-        for _ in range(TIMED):
-            step()
-        if gpu:
-            torch.cuda.synchronize()
-        took = (time.perf_counter() - began) / TIMED
-        peak = torch.cuda.max_memory_allocated() / 2**30 if gpu else 0.0
-        rate = flops / took
-        return (
-            f"| {name} | {case} | {1000 * took:.1f} | {1 / took:.2f} | {case.batch / took:.2f} | "
-            f"{peak:.1f} | {rate / 1e12:.0f} | {100 * rate / self.ceiling:.0f} % | {first:.0f} |"
-        )
-
-
-def predicted(family: Family, denoiser: Any, batch: Batch) -> torch.Tensor:
-    """Under autocast, for a batch on the device."""
-    with torch.autocast(batch.noisy.device.type, DTYPE):
-        return family.predict(
-            denoiser, batch.noisy, batch.level, conditioning=batch.conditioning, guidance=1.0
-        )
-
-
-def plain_step(
-    family: Family,
-    denoiser: Any,
-    parameters: Sequence[torch.nn.Parameter],
-    optimizer: torch.optim.Optimizer,
-    batch: Batch,
-) -> float:
-    """A step of the public scripts, over a batch on the device; its loss."""
-    loss = per_sample_loss(predicted(family, denoiser, batch), batch.target).mean()
-    loss.backward()
-    torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return loss.item()
+    if gpu:
+        torch.cuda.synchronize()
+    began = time.perf_counter()
+    for _ in range(TIMED):
+        step()
+    if gpu:
+        torch.cuda.synchronize()
+    took = (time.perf_counter() - began) / TIMED
+    peak = torch.cuda.max_memory_allocated() / 2**30 if gpu else 0.0
+    rate = flops / took
+    return (
+        f"| {name} | {case} | {1000 * took:.1f} | {1 / took:.2f} | {case.batch / took:.2f} | "
+        f"{peak:.1f} | {rate / 1e12:.0f} | {100 * rate / ceiling:.0f} % | {first:.0f} |"
+    )
 
 
 HEADER = (
@@ -296,44 +105,27 @@ def parsed(words: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("family", choices=sorted(FULL))
     parser.add_argument("--cases", nargs="*", default=["bf16:512:1"])
-    parser.add_argument("--words", type=int, help=f"text tokens of a caption, padded ({WORDS})")
-    parser.add_argument("--spoken", type=int, help="how many of them are its own (all)")
+    add_lengths(parser)
     parser.add_argument("--targets", nargs="*", help="of the adapter (the preset's)")
     parser.add_argument("--plain", action="store_true")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--flash4", action="store_true", help="FlashAttention-4's kernels")
     asked = parser.parse_args(words)
-    for fault in faults_of_texts(families.get(asked.family), asked.words, asked.spoken):
-        parser.error(fault)
+    asked.texts = texts_of(parser, asked, families.get(asked.family))
     return asked
 
 
-def faults_of_texts(family: Family, words: int | None, spoken: int | None) -> Iterator[str]:
-    """What is wrong with lengths of text; an option that would have no effect is refused."""
-    facts, longest = family.FACTS, words if words is not None else WORDS
-    if words is None and spoken is None:
-        return
-    if facts.caption_rule["positions"] == "all":
-        yield f"--words, --spoken: the captions of {facts.name} have one length"
-    if not facts.min_text_tokens <= longest <= facts.max_text_tokens:
-        yield f"--words {longest}: {facts.min_text_tokens} to {facts.max_text_tokens} are allowed"
-    if spoken is not None and facts.caption_rule["mask"] is None:
-        yield f"--spoken: no padding reaches the denoiser of {facts.name}"
-    if spoken is not None and not 1 <= spoken <= longest:
-        yield f"--spoken {spoken}: 1 to {longest} are allowed"
-    if spoken not in (None, longest) and longest % texts.MULTIPLE:
-        yield f"--words {longest}: training pads to multiples of {texts.MULTIPLE}"
-
-
-def measured(bench: Bench, cases: Sequence[Case], *, plain: bool, profile: bool) -> list[str]:
+def measured(
+    bench: Bench, cases: Sequence[Case], *, ceiling: float, plain: bool, profile: bool
+) -> list[str]:
     """A row of each case; of the common loops too, if they are asked for."""
     rows: list[str] = []
     counted: dict[tuple[int, int], float] = {}
 
     def row(name: str, case: Case, step: Callable[[], Any]) -> None:
         flops = counted.get((case.side, case.batch), 0.0)
-        rows.append(bench.measure(name, case, step, flops))
+        rows.append(measure(name, case, step, flops=flops, ceiling=ceiling))
         print(rows[-1], flush=True)
 
     bench.fresh()
@@ -369,8 +161,7 @@ def main(words: Sequence[str] | None = None) -> None:
         family.TINY if asked.tiny else FULL[asked.family],
         preset,
         device,
-        ceiling,
-        Texts(asked.words or WORDS, asked.spoken),
+        asked.texts,
     )
     if family.FACTS.caption_rule["positions"] != "all":
         words, spoken = bench.texts
@@ -380,6 +171,7 @@ def main(words: Sequence[str] | None = None) -> None:
         rows = measured(
             bench,
             [Case.of(text) for text in asked.cases],
+            ceiling=ceiling,
             plain=asked.plain,
             profile=asked.profile,
         )

@@ -7,17 +7,12 @@ import pytest
 import torch
 
 from lib import activations, head_kernels, kernels, products, rotary
+from tests.unit.bound import OnGpu
 from tests.unit.stored_in_nf4 import by_bitsandbytes
 
 pytest.importorskip("bitsandbytes", exc_type=ImportError)
 
 NESTED = pytest.mark.parametrize("nested", [True, False], ids=["nested", "not nested"])
-
-
-class OnGpu(torch.Tensor):
-    """A tensor that says it is on a GPU."""
-
-    is_cuda = True
 
 
 def computing(module, monkeypatch):

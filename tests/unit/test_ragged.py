@@ -6,7 +6,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend
 
 from lib import attention, processors, ragged
-from tests.unit.bound import tiny
+from tests.unit.bound import OnGpu, tiny
 from tests.unit.test_processors import learnt, scattered
 
 TOKENS, HEADS, WIDTH = 7, 4, 8
@@ -98,12 +98,6 @@ def test_valid_keys_come_first_in_their_order():
     assert runs.source.tolist() == [0, 3, 5, 6, 1, 2, 4, 7]
     assert runs.place.tolist() == [0, 4, 5, 1, 6, 2, 3, 7]
     assert runs.starts.tolist() == [0, 2, 4]
-
-
-class OnGpu(torch.Tensor):
-    """A tensor that says it is on a GPU."""
-
-    is_cuda = True
 
 
 def test_it_stands_for_masks_of_keys_alone_where_flash_attention_computes():
