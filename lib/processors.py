@@ -35,8 +35,8 @@ class Processor:
     replaces: ClassVar[tuple[str, ...]]
     plus: ClassVar = 0.0  # of weights of norms that are stored around zero
 
-    def __init__(self, own: Any):
-        self.own = own
+    def __init__(self, own: Any, *, flash: bool = False):
+        self.own, self.flash = own, flash  # whether flash attention's kernels are for this device
 
     def attended(self, parts: Sequence[_Part], mask: torch.Tensor | None) -> torch.Tensor:
         """Of all streams, one after the other: batch, tokens, heads times width."""
@@ -56,7 +56,7 @@ class Processor:
         """Each of batch, tokens, heads, width, of k and v fewer heads; the mask is of keys."""
         from diffusers.models.attention_dispatch import dispatch_attention_fn
 
-        if mask is not None and ragged.takes(query, mask):
+        if self.flash and mask is not None and ragged.takes(query, mask):
             return ragged.attended(query, key, value, mask).flatten(2, 3)
         if (times := query.shape[2] // key.shape[2]) > 1:
             key, value = (x.repeat_interleave(times, dim=2) for x in (key, value))
@@ -251,10 +251,11 @@ NORMS = ("norm_q", "norm_k", "norm_added_q", "norm_added_k")
 
 def engage(denoiser: Any) -> None:
     """Put ours where diffusers' are."""
+    flash = ragged.computes_on(next(denoiser.parameters()).device)
     for module in denoiser.modules():
         kind = OURS.get(type(getattr(module, "processor", None)).__name__)
         if kind is not None and _fits(module):
-            module.processor = kind(module.processor)
+            module.processor = kind(module.processor, flash=flash)
 
 
 def disengage(denoiser: Any) -> None:

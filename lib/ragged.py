@@ -13,6 +13,7 @@ import torch
 from torch.autograd import Function
 
 DTYPES = (torch.bfloat16, torch.float16)
+AMPERE = 8  # the major number of what it computes
 
 
 class Runs(NamedTuple):
@@ -24,15 +25,19 @@ class Runs(NamedTuple):
     starts: torch.Tensor  # of the run of each picture, and where the last one ends
 
 
+def computes_on(device: torch.device) -> bool:
+    """Whether flash attention's kernels are for a device: Ampere and newer."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= AMPERE
+
+
 def takes(query: torch.Tensor, mask: torch.Tensor) -> bool:
-    """Whether flash attention's kernels can stand for a masked attention.
+    """Whether those kernels can stand for a masked attention.
 
     Their backward does not repeat its bits: a run that asks for that keeps the masked one.
     """
     of_keys = mask.dtype == torch.bool and mask.ndim == 4 and mask.shape[1] == mask.shape[2] == 1
     repeats = torch.are_deterministic_algorithms_enabled()
-    fits = query.is_cuda and query.dtype in DTYPES and query.shape[-1] % 8 == 0
-    return of_keys and fits and not repeats
+    return of_keys and query.dtype in DTYPES and query.shape[-1] % 8 == 0 and not repeats
 
 
 def attended(

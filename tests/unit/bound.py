@@ -19,12 +19,6 @@ CPU = torch.device("cpu")
 SIDE = 64  # pixels
 
 
-class OnGpu(torch.Tensor):
-    """A tensor that says it is on a GPU."""
-
-    is_cuda = True
-
-
 @dataclass
 class Tiny:
     """A family's denoiser in float32 whose adapter is not zero, and a batch."""

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from lib import activations, head_kernels, kernels, products, rotary
-from tests.unit.bound import OnGpu
 from tests.unit.stored_in_nf4 import by_bitsandbytes
 
 pytest.importorskip("bitsandbytes", exc_type=ImportError)
@@ -25,6 +24,12 @@ def computing(module, monkeypatch):
     interpreted = importlib.util.module_from_spec(found)
     found.loader.exec_module(interpreted)
     return interpreted, torch.device("cpu")
+
+
+class OnGpu(torch.Tensor):
+    """A tensor that says it is on a GPU."""
+
+    is_cuda = True
 
 
 @pytest.fixture

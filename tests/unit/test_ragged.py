@@ -6,7 +6,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend
 
 from lib import attention, processors, ragged
-from tests.unit.bound import OnGpu, tiny
+from tests.unit.bound import tiny
 from tests.unit.test_processors import learnt, scattered
 
 TOKENS, HEADS, WIDTH = 7, 4, 8
@@ -100,20 +100,27 @@ def test_valid_keys_come_first_in_their_order():
     assert runs.starts.tolist() == [0, 2, 4]
 
 
-def test_it_stands_for_masks_of_keys_alone_where_flash_attention_computes():
+def test_it_stands_for_masks_of_keys_alone_in_what_flash_attention_computes():
     query = torch.zeros(1, TOKENS, HEADS, WIDTH, dtype=torch.bfloat16)
-    there, mask = query.as_subclass(OnGpu), torch.ones(1, 1, 1, TOKENS, dtype=torch.bool)
-    assert ragged.takes(there, mask)
-    assert not ragged.takes(query, mask)
-    assert not ragged.takes(there.float(), mask)
-    assert not ragged.takes(there[..., :4], mask)
-    assert not ragged.takes(there, mask.float())
-    assert not ragged.takes(there, mask.expand(1, 1, TOKENS, TOKENS))
+    mask = torch.ones(1, 1, 1, TOKENS, dtype=torch.bool)
+    assert ragged.takes(query, mask)
+    assert not ragged.takes(query.float(), mask)
+    assert not ragged.takes(query[..., :4], mask)
+    assert not ragged.takes(query, mask.float())
+    assert not ragged.takes(query, mask.expand(1, 1, TOKENS, TOKENS))
     torch.use_deterministic_algorithms(True)
     try:
-        assert not ragged.takes(there, mask)
+        assert not ragged.takes(query, mask)
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize(
+    ("kind", "major", "computes"), [("cuda", 8, True), ("cuda", 7, False), ("cpu", 9, False)]
+)
+def test_flash_attention_is_for_ampere_and_newer(monkeypatch, kind, major, computes):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (major, 0))
+    assert ragged.computes_on(torch.device(kind)) == computes
 
 
 @pytest.mark.parametrize("family", ["krea2", "qwen_image"])
@@ -123,8 +130,9 @@ def test_padded_texts_learn_what_they_learn_under_a_mask(by_runs, monkeypatch, f
     mask = torch.arange(texts.shape[1])[None] < texts.shape[1] - 1
     made.batch.conditioning.tensors["text_mask"] = mask.expand(len(texts), -1)
     loss, gradients = learnt(made)
+    monkeypatch.setattr(ragged, "computes_on", lambda _device: True)
+    monkeypatch.setattr(ragged, "DTYPES", (torch.float32,))
     processors.engage(made.denoiser)
-    monkeypatch.setattr(ragged, "takes", lambda _query, _mask: True)
     again, others = learnt(made)
     assert by_runs
     torch.testing.assert_close(again, loss, rtol=1e-5, atol=1e-6)
