@@ -12,8 +12,9 @@ PLACE, TRITON, *_ = VARIABLES
 
 @pytest.fixture(autouse=True)
 def nothing_chosen(monkeypatch):
-    for name in VARIABLES:
-        monkeypatch.delenv(name, raising=False)
+    for name in VARIABLES:  # set first, so that what a test leaves is taken away
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
 
 
 def compile_something(name="kernel"):
@@ -65,6 +66,19 @@ def test_a_place_that_the_user_has_chosen_stays_theirs(tmp_path, monkeypatch, fa
     assert {name: os.environ[name] for name in VARIABLES if name in os.environ} == theirs
     assert (tmp_path / "theirs" / "kernel").exists()
     assert builds_of(tmp_path / "store") == []
+
+
+def test_what_torch_has_set_by_itself_is_no_choice(tmp_path):
+    """Importing its compiler does, which PEFT and bitsandbytes bring, before a run begins."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    before = {PLACE: cache_dir(), TRITON: os.path.join(cache_dir(), "triton", "0")}
+    os.environ[TRITON] = before[TRITON]
+    with compiled_in(tmp_path, build="torch"):
+        compile_something()
+        assert os.environ[TRITON] == str(tmp_path / FOLDER / "torch" / "triton")
+    assert len(builds_of(tmp_path)) == 1
+    assert {name: os.environ[name] for name in VARIABLES if name in os.environ} == before
 
 
 def test_what_flash_attention_compiles_lies_beside_it(tmp_path, monkeypatch):
