@@ -1,11 +1,14 @@
 """Attention over the valid keys alone, beside the same attention under a mask."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.nn import functional
 from torch.nn.attention import SDPBackend
 
 from lib import attention, processors, ragged
+from lib.family import Conditioning
 from tests.unit.bound import tiny
 from tests.unit.test_processors import learnt, scattered
 
@@ -54,6 +57,18 @@ def by_runs(monkeypatch):
 
     monkeypatch.setattr(ragged, "over_runs", over_runs)
     return calls
+
+
+def under_a_mask(query, key, value, ends, starts, _most):
+    """The same by sizes alone, as a compiler needs it."""
+    of_query, of_key = (
+        torch.bucketize(torch.arange(len(tokens)), last[1:].long(), right=True)
+        for tokens, last in ((query, ends), (key, starts))
+    )
+    mask = of_query[:, None] == of_key[None, :]
+    parts = [x.transpose(0, 1)[None] for x in (query, key, value)]
+    found = functional.scaled_dot_product_attention(*parts, attn_mask=mask)
+    return found[0].transpose(0, 1)
 
 
 def masks(*rows):
@@ -138,6 +153,36 @@ def test_padded_texts_learn_what_they_learn_under_a_mask(by_runs, monkeypatch, f
     torch.testing.assert_close(again, loss, rtol=1e-5, atol=1e-6)
     for name, gradient in gradients.items():
         torch.testing.assert_close(others[name], gradient, rtol=1e-3, atol=1e-6)
+
+
+# torch's own: its compiler makes an instance of each Function, and looks at gradients of inputs.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*not a leaf Tensor:UserWarning")
+@pytest.mark.parametrize("family", ["krea2", "qwen_image"])
+def test_texts_of_several_lengths_compile_whole(monkeypatch, family):
+    """From the second on the length is variable, as training has it."""
+    monkeypatch.setattr(ragged, "over_runs", under_a_mask)
+    monkeypatch.setattr(ragged, "computes_on", lambda _device: True)
+    monkeypatch.setattr(ragged, "DTYPES", (torch.float32,))
+    made = tiny(family)
+    texts = made.batch.conditioning["text_embeds"]
+    processors.engage(made.denoiser)
+
+    def padded(length):
+        wide = torch.cat([texts] * 4, dim=1)[:, :length]
+        mask = (torch.arange(length)[None] < length - 2).expand(len(texts), -1)
+        conditioning = Conditioning({"text_embeds": wide, "text_mask": mask})
+        made.batch = replace(made.batch, conditioning=conditioning)
+
+    lengths, found = [8, 12, 16, 20], []
+    for compiled in (False, True):
+        if compiled:
+            made.denoiser.compile_repeated_blocks(fullgraph=True, backend="aot_eager")
+        for length in lengths:
+            padded(length)
+            found.append(learnt(made))
+    for eager, compiled in zip(found[:4], found[4:], strict=True):
+        torch.testing.assert_close(compiled, eager)
 
 
 def test_the_probe_of_flash_4_attends_over_runs_where_texts_are_masked(by_runs):
