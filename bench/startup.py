@@ -289,7 +289,10 @@ def main(words: Sequence[str] | None = None) -> None:
             began = command("train", [*settings, f"name=run{number}"])
             rows.append(parts(folder / "outputs" / f"run{number}", began=began))
             print(f"run {number + 1}: {rows[-1]}", flush=True)
-        for build in builds_of(folder / "store"):
+        builds = builds_of(folder / "store")
+        if not builds:
+            print("nothing that was compiled is kept in the store", flush=True)
+        for build in builds:
             megabytes = build.size_bytes / 1e6
             print(f"{build.path.name}: {build.count} files, {megabytes:.1f} MB", flush=True)
         looped = loop(asked, folder) if asked.loop else ""
