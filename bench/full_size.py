@@ -190,7 +190,7 @@ def make_conditioning(
     texts: Texts = TEXTS,
 ) -> Conditioning:
     """All positions where the family keeps them; else a caption of these lengths."""
-    every = family.FACTS.caption_rule["positions"] == "all"
+    every = family.FACTS.fixed_texts
     longest = preset["max_length"] if every else texts.words
     lengths = [longest] if texts.spoken in (None, longest) else [texts.spoken, longest]
     parts = {name: part for name, part in recipe.items() if isinstance(part, Mapping)}

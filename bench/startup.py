@@ -254,7 +254,7 @@ def loop(asked: argparse.Namespace, folder: Path) -> str:
     decided = {e["name"]: e["value"] for e in events if e["kind"] == "decision"}
     case = case_of(decided, precision=asked.precision, side=side_of(asked))
     options = ["--tiny"] * asked.tiny + ["--flash4"] * (decided["attention"] == "flash 4")
-    if families.get(asked.family).FACTS.caption_rule["positions"] != "all":
+    if not families.get(asked.family).FACTS.fixed_texts:
         caption = next((folder / "data").glob("*.txt")).read_text(encoding="utf-8")
         options += ["--words", str(words_of(folder / "store", caption))]
     with told("the step alone"):

@@ -163,7 +163,7 @@ def main(words: Sequence[str] | None = None) -> None:
         device,
         asked.texts,
     )
-    if family.FACTS.caption_rule["positions"] != "all":
+    if not family.FACTS.fixed_texts:
         words, spoken = bench.texts
         print(f"{words} text tokens, its own: {spoken or words}", flush=True)
     print(f"adapter on {', '.join(preset['targets'])}", flush=True)

@@ -21,8 +21,11 @@ def gelu(x: torch.Tensor) -> torch.Tensor:
     it again from x.
     """
     wide = x.float()
-    doubled = DOUBLED * (wide + CUBIC * wide * wide * wide)
-    return (wide * torch.sigmoid(doubled)).to(x.dtype)
+    return (wide * _share(wide)).to(x.dtype)
+
+
+def _share(x: torch.Tensor) -> torch.Tensor:
+    return torch.sigmoid(DOUBLED * (x + CUBIC * x * x * x))
 
 
 def swiglu(x: torch.Tensor) -> torch.Tensor:
@@ -37,7 +40,7 @@ def gelu_back(gradient: torch.Tensor, x: torch.Tensor, target: torch.Tensor) -> 
         kernels.gelu_back(gradient, x, target, doubled=DOUBLED, cubic=CUBIC)
         return
     wide = x.float()
-    share = torch.sigmoid(DOUBLED * (wide + CUBIC * wide * wide * wide))
+    share = _share(wide)
     steepness = DOUBLED * (1 + 3 * CUBIC * wide * wide)
     target.copy_(gradient.float() * (share + wide * share * (1 - share) * steepness))
 

@@ -91,12 +91,13 @@ def _attended(
     query, key, value, gradient = (
         _scattered(step, device=device).requires_grad_(step != STEPS[-1]) for step in STEPS
     )
-    mask = torch.ones(1, 1, 1, SHAPE[2], dtype=torch.bool, device=device) if masked else None
-    if mask is not None:
+    mask = None
+    if masked:
+        mask = torch.ones(1, 1, 1, SHAPE[2], dtype=torch.bool, device=device)
         mask[..., PADDED] = False
     if mask is not None and backend == SDPBackend.FLASH_ATTENTION:
-        heads_last = [x.transpose(1, 2) for x in (query, key, value)]
-        answer = ragged.attended(heads_last[0], heads_last[1], heads_last[2], mask).transpose(1, 2)
+        tokens_first = (x.transpose(1, 2) for x in (query, key, value))
+        answer = ragged.attended(*tokens_first, mask=mask).transpose(1, 2)
     else:
         with sdpa_kernel(backend):
             answer = functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)

@@ -62,7 +62,7 @@ def caption_order(family: Family, texts: Iterable[str | None]) -> list[str | Non
 
     Where a family masks, captions of a like length stand together: they pad each other least.
     """
-    masked = family.FACTS.caption_rule["mask"] is not None
+    masked = family.FACTS.masked_texts
     return sorted(texts, key=lambda text: (text is None, len(text or "") if masked else 0))
 
 

@@ -106,6 +106,16 @@ class Facts:
     auto_modes: tuple[str, ...] = ("bf16", "int8", "nf4")
     license: str = ""  # of the reference, by the Hub's names; "" where it has one of its own
 
+    @property
+    def fixed_texts(self) -> bool:
+        """Whether all captions are of one length."""
+        return self.caption_rule["positions"] == "all"
+
+    @property
+    def masked_texts(self) -> bool:
+        """Whether captions are padded to one another, behind a mask."""
+        return self.caption_rule["mask"] is not None
+
 
 @runtime_checkable
 class Family(Protocol):

@@ -65,9 +65,9 @@ class Group:
 
     def answer(self, place: int, x: torch.Tensor) -> torch.Tensor:
         if len(self.members) == 1:
-            return self._computed(x)
+            return self.whole(x)
         if place == 0:
-            self._answers = self._computed(x).split(self.sizes, dim=-1)
+            self._answers = self.whole(x).split(self.sizes, dim=-1)
             self._fed = None if torch.compiler.is_compiling() else x
         answers, fed = self._answers, self._fed
         if answers is None or (fed is not None and fed is not x):
@@ -78,9 +78,6 @@ class Group:
 
     def whole(self, x: torch.Tensor) -> torch.Tensor:
         """What all members answer, one after the other: columns of one tensor."""
-        return self._computed(x)
-
-    def _computed(self, x: torch.Tensor) -> torch.Tensor:
         if self.down is None:
             return self.base(x)
         if self.dropout is None and isinstance(self.base, FrozenLinear):

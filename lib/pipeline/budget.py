@@ -91,7 +91,7 @@ def ranks_of(adapter: AdapterConfig) -> dict[str, int]:
 def _text_tokens(config: Config, inputs: Inputs, store: Store) -> int:
     """Of the longest caption; of captions stored with their pads all that they may have."""
     most, captions = config.captions.max_length, inputs.upstream.get("encode_captions")
-    if inputs.family.FACTS.caption_rule["positions"] == "all" or captions is None:
+    if inputs.family.FACTS.fixed_texts or captions is None:
         return most
     sizes = [store.size_bytes(ref.kind, ref.key) or 0 for ref in set(captions.refs())]
     longest = -(-max(sizes, default=0) * most // record_bytes(config, inputs))

@@ -49,11 +49,12 @@ def make_trainer(
         total_steps=total_steps,
         events=events,
         needs=needs,
-        masked=family.FACTS.caption_rule["mask"] is not None,
+        masked=family.FACTS.masked_texts,
     )
     denoiser, injected, weights = _adapted(config, family, base, events, device=device)
-    fixed_text = family.FACTS.caption_rule["positions"] == "all"
-    _engage(chosen, denoiser, fixed_text=fixed_text, dropout=config.adapter.dropout > 0)
+    _engage(
+        chosen, denoiser, fixed_text=family.FACTS.fixed_texts, dropout=config.adapter.dropout > 0
+    )
     optimizer = usable(config.optimizer, device=device, events=events, team=team)
     return Trainer(
         family=family,

@@ -4,14 +4,14 @@ import hashlib
 import threading
 import time
 import weakref
-from types import SimpleNamespace
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
-from lib import encoding
+from lib import encoding, families
 from lib.cuts import geometry
 from lib.encoding import (
     Failed,
@@ -74,7 +74,7 @@ def family(fake_family):
             return {"text_embeds": torch.zeros(1)}
 
         return fake_family(
-            FACTS=SimpleNamespace(caption_rule={"mask": mask}),
+            FACTS=replace(families.get("flux").FACTS, caption_rule={"mask": mask}),
             encode_images=encode_images,
             encode_captions=encode_captions,
             encode_unconditional=encode_unconditional,
