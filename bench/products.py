@@ -3,7 +3,7 @@
     python -m bench.products
 
 Relative distances of the answer and of the gradients of x, A and each B, in bfloat16; then the
-kernels of `lib/kernels.py` against torch's own operators, that of nf4 against bitsandbytes' bit for
+kernels of our own against torch's own operators, that of nf4 against bitsandbytes' bit for
 bit in each precision, and the bytes a second that they move.
 """
 

@@ -8,7 +8,7 @@ import gc
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -81,13 +81,7 @@ class Bench:
 
     def batch(self, case: Case) -> Batch:
         one = make_batch(self.family, self.recipe, self.preset, side=case.side, texts=self.texts)
-        conditioning = Conditioning(
-            {n: t.expand(case.batch, *t.shape[1:]).clone() for n, t in one.conditioning.items()},
-            one.conditioning.lengths * case.batch,
-        )
-        tensors = [torch.cat([getattr(one, n)] * case.batch) for n in Batch.TENSORS]
-        fields = dict(zip(Batch.TENSORS, tensors, strict=True))
-        return Batch(**fields, conditioning=conditioning, names=("random",) * case.batch)
+        return several(one, case.batch)
 
     def trainer(self, case: Case) -> Trainer:
         """Ours, bound in the case's precision, compiled and captured unless it says eager."""
@@ -181,6 +175,16 @@ class Bench:
         return counter.get_total_flops()
 
 
+def several(batch: Batch, count: int) -> Batch:
+    """A batch, a number of times."""
+    conditioning = Conditioning(
+        {name: torch.cat([tensor] * count) for name, tensor in batch.conditioning.items()},
+        batch.conditioning.lengths * count,
+    )
+    tensors = {name: torch.cat([getattr(batch, name)] * count) for name in Batch.TENSORS}
+    return replace(batch, conditioning=conditioning, names=batch.names * count, **tensors)
+
+
 def predicted(family: Family, denoiser: Any, batch: Batch) -> torch.Tensor:
     """Under autocast, for a batch on the device."""
     with torch.autocast(batch.noisy.device.type, DTYPE):
@@ -223,11 +227,11 @@ def faults_of_texts(family: Family, words: int | None, spoken: int | None) -> It
     facts, longest = family.FACTS, words if words is not None else WORDS
     if words is None and spoken is None:
         return
-    if facts.caption_rule["positions"] == "all":
+    if facts.fixed_texts:
         yield f"--words, --spoken: the captions of {facts.name} have one length"
     if not facts.min_text_tokens <= longest <= facts.max_text_tokens:
         yield f"--words {longest}: {facts.min_text_tokens} to {facts.max_text_tokens} are allowed"
-    if spoken is not None and facts.caption_rule["mask"] is None:
+    if spoken is not None and not facts.masked_texts:
         yield f"--spoken: no padding reaches the denoiser of {facts.name}"
     if spoken is not None and not 1 <= spoken <= longest:
         yield f"--spoken {spoken}: 1 to {longest} are allowed"

@@ -121,6 +121,26 @@ def fill(parameters, *, seed=3, std=0.1):
             parameter.copy_(torch.randn(parameter.shape, generator=source) * std)
 
 
+def scattered(made):
+    """Weights of norms that are not all alike, as those of a new denoiser are."""
+    source = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, parameter in made.denoiser.named_parameters():
+            if "norm" in name and parameter.ndim == 1:
+                parameter.add_(torch.randn(parameter.shape, generator=source) / 4)
+    return made
+
+
+def learnt(made):
+    """The loss and the gradient of each adapted weight."""
+    loss = made.loss()
+    names = list(made.parameters)
+    found = torch.autograd.grad(loss, list(made.parameters.values()), allow_unused=True)
+    zeros = (torch.zeros_like(made.parameters[name]) for name in names)
+    filled = (zero if grad is None else grad for grad, zero in zip(found, zeros, strict=True))
+    return loss.detach(), dict(zip(names, filled, strict=True))
+
+
 def flat(tensors):
     return torch.cat([t.flatten() for t in tensors.values() if t is not None])
 

@@ -1,17 +1,12 @@
 """What compiling changes around a block, and that it is taken back; by compilers that are quick."""
 
-from dataclasses import replace
-from functools import partial
-
 import pytest
 import torch
-from torch._dynamo.backends.common import aot_autograd
-from torch._functorch.aot_autograd import make_boxed_func
 
-from lib.batches import Batch
+from bench.stepping import several
 from lib.compiling import compile_blocks, run_as_written
-from lib.family import Conditioning
 from tests.unit.bound import storages, tiny
+from tests.unit.compilers import compiling_by, showing
 
 
 def answers(made):
@@ -73,7 +68,7 @@ def test_a_block_and_its_answers_are_one_graph_with_a_gradient_for_each(monkeypa
 def test_gradients_of_inputs_are_dense_as_the_block_before_expects_them(monkeypatch):
     """Parts of one gradient, of a batch: torch would copy them between two blocks."""
     made, dense = tiny("flux"), []
-    made.batch = doubled(made.batch)
+    made.batch = several(made.batch, 2)
     made.bind()
 
     def looked_at(graph):
@@ -88,24 +83,6 @@ def test_gradients_of_inputs_are_dense_as_the_block_before_expects_them(monkeypa
 
 
 def compile_by(look, made, monkeypatch):
-    """Compile blocks by a backend that has each backward looked at."""
-
-    def backward(module, _inputs):
-        look(module.graph)
-        return make_boxed_func(module)
-
-    backend = aot_autograd(
-        fw_compiler=lambda module, _inputs: make_boxed_func(module), bw_compiler=backward
-    )
-    compiled = partial(type(made.denoiser).compile_repeated_blocks, made.denoiser, backend=backend)
-    monkeypatch.setattr(made.denoiser, "compile_repeated_blocks", compiled, raising=False)
+    """Compile blocks, and have each backward looked at."""
+    compiling_by(showing(look), made, monkeypatch)
     compile_blocks(made.denoiser, fixed_text=True)
-
-
-def doubled(batch):
-    conditioning = Conditioning(
-        {name: torch.cat([tensor] * 2) for name, tensor in batch.conditioning.items()},
-        batch.conditioning.lengths * 2,
-    )
-    tensors = {name: torch.cat([getattr(batch, name)] * 2) for name in Batch.TENSORS}
-    return replace(batch, conditioning=conditioning, names=("one", "other"), **tensors)

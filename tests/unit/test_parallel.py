@@ -4,14 +4,13 @@ from functools import partial
 
 import pytest
 import torch
-from torch._dynamo.backends.common import aot_autograd
-from torch._functorch.aot_autograd import make_boxed_func
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lib import activations, parallel, processors, rotary
 from lib.compiling import compile_blocks, run_as_written
 from lib.parallel import Columns
-from tests.unit.bound import tiny
+from tests.unit.bound import scattered, tiny
+from tests.unit.compilers import compiling_by, showing
 
 BLOCKS = {"flux": 1, "flux2_klein": 2}  # single ones of a tiny denoiser
 CAT = torch.ops.aten.cat.default
@@ -22,16 +21,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:.*not a leaf Tensor:UserWarning"),
 ]
-
-
-def scattered(made):
-    """Weights of norms of heads that are not all one."""
-    source = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for name, parameter in made.denoiser.named_parameters():
-            if "norm_" in name and parameter.ndim == 1:
-                parameter.add_(torch.randn(parameter.shape, generator=source) / 4)
-    return made
 
 
 def bound(family, **settings):
@@ -54,8 +43,7 @@ class Counting(TorchDispatchMode):
 
 def engage(made, monkeypatch, backend="aot_eager"):
     """Compiled as on a GPU with Triton, by a compiler that is quick."""
-    compiled = partial(type(made.denoiser).compile_repeated_blocks, made.denoiser, backend=backend)
-    monkeypatch.setattr(made.denoiser, "compile_repeated_blocks", compiled, raising=False)
+    compiling_by(backend, made, monkeypatch)
     processors.engage(made.denoiser)
     activations.engage(made.denoiser)
     compile_blocks(made.denoiser, fixed_text=True)
@@ -84,36 +72,22 @@ def test_losses_and_gradients_are_those_of_diffusers(family, monkeypatch):
     assert_alike(found, own)
 
 
-class Graphs:
-    """A compiler that runs a graph as it is, and keeps those of backwards."""
-
-    def __init__(self):
-        self.backward = []
-        self.backend = aot_autograd(
-            fw_compiler=lambda module, _inputs: make_boxed_func(module), bw_compiler=self._keep
-        )
-
-    def _keep(self, module, _inputs):
-        self.backward.append(module.graph)
-        return make_boxed_func(module)
-
-    def made(self, target):
-        """The sides of what an operator makes, by graph."""
-        return [
-            [tuple(n.meta["val"].shape) for n in graph.nodes if n.target is target]
-            for graph in self.backward
-        ]
+def made_by(target, graphs):
+    """The sides of what an operator makes, by graph."""
+    return [
+        [tuple(n.meta["val"].shape) for n in graph.nodes if n.target is target] for graph in graphs
+    ]
 
 
 @pytest.mark.parametrize("family", BLOCKS)
 def test_a_compiled_backward_makes_the_whole_gradient_by_one_operator(family, monkeypatch):
-    made, graphs = bound(family), Graphs()
+    made, graphs = bound(family), []
     own = made.gradients()
-    engage(made, monkeypatch, graphs.backend)
+    engage(made, monkeypatch, showing(graphs.append))
     assert_alike(made.gradients(), own)
-    wholes = [found for found in graphs.made(BACK) if found]
+    wholes = [found for found in made_by(BACK, graphs) if found]
     assert [len(found) for found in wholes] == [1]  # one graph is of all single blocks
-    joined = {sides[-1] for found in graphs.made(CAT) for sides in found}
+    joined = {sides[-1] for found in made_by(CAT, graphs) for sides in found}
     assert joined
     assert wholes[0][0][-1] not in joined
 

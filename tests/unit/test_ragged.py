@@ -9,8 +9,7 @@ from torch.nn.attention import SDPBackend
 
 from lib import attention, processors, ragged
 from lib.family import Conditioning
-from tests.unit.bound import tiny
-from tests.unit.test_processors import learnt, scattered
+from tests.unit.bound import learnt, scattered, tiny
 
 TOKENS, HEADS, WIDTH = 7, 4, 8
 
