@@ -1,6 +1,7 @@
 """Two GPUs beside one, by the real commands: losses, speed, caches, resuming, a killed process.
 
     python -m bench.two_gpus SCRATCH [--only CASE ...] [--tiny] [--stores FOLDER] [--threads N]
+        [--set trainer.compile=always ...]
 
 A full-size FLUX.1 with random weights, random pictures of 512 px and a caption each; `--tiny` takes
 the tiny base and 64 px, on a CPU too. Each case goes on when another fails; what is in SCRATCH from
@@ -40,6 +41,7 @@ class Bench:
     stores: Path
     tiny: bool
     pictures: int
+    settings: tuple[str, ...]  # of every command, after the bench's own
 
     @property
     def base(self) -> str:
@@ -65,6 +67,7 @@ class Bench:
             f"trainer.batch_size={batch}",
             f"trainer.save_every={save_every}",
             *(small if self.tiny else ["precision=bf16"]),
+            *self.settings,
         ]
 
     def train(
@@ -218,12 +221,13 @@ def main() -> None:
     parser.add_argument("--stores", type=Path, help="where the stores lie; SCRATCH/stores")
     parser.add_argument("--pictures", type=int, default=1024)
     parser.add_argument("--threads", type=int, default=8, help="of the CPU, for each process")
+    parser.add_argument("--set", nargs="+", default=[], help="settings of every command")
     asked = parser.parse_args()
     # torchrun would give one to each of several processes, and one alone would have them all.
     os.environ["OMP_NUM_THREADS"] = str(asked.threads)
     scratch = asked.scratch.resolve()
     stores = (asked.stores or scratch / "stores").resolve()
-    bench = Bench(scratch, stores, asked.tiny, asked.pictures)
+    bench = Bench(scratch, stores, asked.tiny, asked.pictures, tuple(asked.set))
     prepare(bench)
     failed = False
     for name in asked.only:
