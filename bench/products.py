@@ -14,7 +14,7 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
-from lib import frozen, kernels, products, rotary
+from lib import float8_kernels, frozen, kernels, products, rotary
 from lib.products import Up
 from lib.rotary import Stream
 
@@ -139,12 +139,15 @@ def main() -> None:
     print("\n| kernel | share of numbers that differ, or distance | us | TB/s |\n|---|---|---|---|")
     device = torch.device("cuda")
     matrix = drawn(*WIDE, seed=8, device=device)
-    (stored, scale), most = kernels.rows_in_fp8(matrix, most=products.FP8_MAX), products.FP8_MAX
+    (stored, scale), most = (
+        float8_kernels.rows_in_fp8(matrix, most=products.FP8_MAX),
+        products.FP8_MAX,
+    )
     by_torch = (matrix.abs().amax(-1, keepdim=True).float() / most).clamp_min(1e-12)
     expected = (matrix.float() / by_torch).clamp(-most, most).to(products.FP8)
     differ = float((stored.float() != expected.float()).float().mean())
     moved = (matrix, stored, scale)
-    rate("rows_in_fp8", lambda: kernels.rows_in_fp8(matrix, most=most), moved, differ)
+    rate("rows_in_fp8", lambda: float8_kernels.rows_in_fp8(matrix, most=most), moved, differ)
     whole = torch.randint(-127, 128, WIDE, dtype=torch.int8, device=device)
     scales = drawn(WIDE[0], seed=9, device=device)
     wide = kernels.widened(whole, scales)

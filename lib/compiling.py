@@ -12,7 +12,7 @@ import torch
 from torch._functorch import config as functorch
 from torch.autograd import Function
 
-from lib import activations, kernels, parallel, processors
+from lib import activations, float8, kernels, parallel, processors
 from lib.compiled import compiled_in
 from lib.recomputing import repeated
 
@@ -59,6 +59,7 @@ def compile_blocks(denoiser: Any, *, fixed_text: bool) -> None:
     if kernels.runs_on(next(denoiser.parameters())):
         processors.engage(denoiser)
         activations.engage(denoiser)
+        float8.engage(denoiser)
         _reduce_whole_rows()
     denoiser.compile_repeated_blocks(fullgraph=True, dynamic=False if fixed_text else None)
 
@@ -113,6 +114,7 @@ def run_as_written(denoiser: Any) -> None:
     """Take compilation back."""
     processors.disengage(denoiser)
     activations.disengage(denoiser)
+    float8.disengage(denoiser)
     for module in denoiser.modules():
         module._compiled_call_impl = None
         module.__class__ = getattr(module, "as_written", type(module))

@@ -61,9 +61,8 @@ class _Parts(Function):
     ) -> Any:
         ctx.columns, ctx.gated, ctx.eps = columns, gated, eps
         ctx.save_for_backward(whole, norm_q, norm_k, cos, sin)
-        query, key, value, hidden = _cut(whole, columns, norm_q.shape[0])
-        query = rotary.rotate([query], [norm_q], [cos], [sin], eps, 0.0)
-        key = rotary.rotate([key], [norm_k], [cos], [sin], eps, 0.0)
+        query, key, value, hidden = cut(whole, columns, norm_q.shape[0])
+        query, key = turned(query, key, (norm_q, norm_k), (cos, sin), eps)
         active = activations.swiglu(hidden) if gated else activations.gelu(hidden)
         return query, key, value, active
 
@@ -90,14 +89,10 @@ def parallel_back(
 ) -> torch.Tensor:
     """The gradient of a first product: batch, tokens, columns."""
     found = whole.new_empty(whole.shape)
-    query, key, _, hidden = _cut(whole, columns, norm_q.shape[0])
-    to_query, to_key, to_value, to_hidden = _cut(found, columns, norm_q.shape[0])
-    rotary.turn_back(of_query, query, norm_q, cos, sin, to_query, eps=eps)
-    rotary.turn_back(of_key, key, norm_k, cos, sin, to_key, eps=eps)
-    if kernels.runs_on(whole):
-        head_kernels.copy(of_value, to_value)
-    else:
-        to_value.copy_(of_value)
+    query, key, _, hidden = cut(whole, columns, norm_q.shape[0])
+    *to_heads, to_hidden = cut(found, columns, norm_q.shape[0])
+    given, norms = (of_query, of_key, of_value), (norm_q, norm_k)
+    _turn_back(given, (query, key), norms, (cos, sin), to_heads, eps=eps)
     activated_back = activations.swiglu_back if gated else activations.gelu_back
     activated_back(of_active, hidden, to_hidden)
     return found
@@ -108,7 +103,69 @@ def _(_query: Any, _key: Any, _value: Any, _active: Any, whole: torch.Tensor, *_
     return whole.new_empty(whole.shape)
 
 
-def _cut(whole: torch.Tensor, columns: Sequence[int], width: int) -> Sequence[torch.Tensor]:
+@torch.library.custom_op("darkroom::heads_back", mutates_args=())
+def heads_back(
+    of_query: torch.Tensor,
+    of_key: torch.Tensor,
+    of_value: torch.Tensor,
+    whole: torch.Tensor,
+    norm_q: torch.Tensor,
+    norm_k: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    columns: list[int],
+    eps: float,
+) -> torch.Tensor:
+    """The columns of q, k and v of that gradient alone."""
+    found = whole.new_empty(*whole.shape[:-1], 3 * columns[2])
+    query, key, *_ = cut(whole, columns, norm_q.shape[0])
+    to_heads = found.unflatten(-1, (3, -1, norm_q.shape[0])).unbind(-3)
+    given, norms = (of_query, of_key, of_value), (norm_q, norm_k)
+    _turn_back(given, (query, key), norms, (cos, sin), to_heads, eps=eps)
+    return found
+
+
+@heads_back.register_fake
+def _(_query: Any, _key: Any, _value: Any, whole: torch.Tensor, *rest: Any) -> Any:
+    return whole.new_empty(*whole.shape[:-1], 3 * rest[4][2])
+
+
+def turned(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    norms: Sequence[torch.Tensor],
+    angles: Sequence[torch.Tensor],
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """q and k as attention takes them."""
+    cos, sin = angles
+    query, key = (
+        rotary.rotate([x], [norm], [cos], [sin], eps, 0.0)
+        for x, norm in zip((query, key), norms, strict=True)
+    )
+    return query, key
+
+
+def _turn_back(
+    given: Sequence[torch.Tensor],
+    turned: Sequence[torch.Tensor],
+    norms: Sequence[torch.Tensor],
+    angles: Sequence[torch.Tensor],
+    targets: Sequence[torch.Tensor],
+    *,
+    eps: float,
+) -> None:
+    """The gradients of q and k before norm and rotation, and v's, into targets of dense heads."""
+    cos, sin = angles
+    for gradient, x, norm, target in zip(given, turned, norms, targets, strict=False):
+        rotary.turn_back(gradient, x, norm, cos, sin, target, eps=eps)
+    if kernels.runs_on(given[2]):
+        head_kernels.copy(given[2], targets[2])
+    else:
+        targets[2].copy_(given[2])
+
+
+def cut(whole: torch.Tensor, columns: Sequence[int], width: int) -> Sequence[torch.Tensor]:
     """q, k and v of batch, tokens, heads, width; the feed-forward's of batch, tokens, columns."""
     start, hidden, size = columns
     heads = whole[..., start : start + 3 * size].unflatten(-1, (3, -1, width))
@@ -138,8 +195,8 @@ def flux_block(
     texts = encoder_hidden_states.shape[1]
     residual = torch.cat([encoder_hidden_states, hidden_states], dim=1)
     normed, gate = block.norm(residual, emb=temb)
-    joint = beside(attn, group.whole(normed), image_rotary_emb)
-    found = residual + gate.unsqueeze(1) * block.proj_out(joint)
+    answer = beside(attn, group, block.proj_out, normed, image_rotary_emb)
+    found = residual + gate.unsqueeze(1) * answer
     if found.dtype == torch.float16:
         found = found.clip(-HALF_MAX, HALF_MAX)
     return found[:, :texts], found[:, texts:]

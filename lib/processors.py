@@ -11,7 +11,8 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from lib import parallel, ragged, rotary
+from lib import float8, parallel, ragged, rotary
+from lib.lowrank import Group
 from lib.parallel import Columns
 from lib.rotary import Stream
 
@@ -130,13 +131,17 @@ class Flux(Processor):
         text = _added(attn, encoder_hidden_states, (cos[:, :texts], sin[:, :texts]))
         return _answers(attn, self.attended([text, image], attention_mask), texts)
 
-    def beside(self, attn: Any, whole: torch.Tensor, image_rotary_emb: Angles) -> torch.Tensor:
-        """Of a single block's first product, the feed-forward's columns before q: its second's."""
-        size = attn.inner_dim
-        columns = Columns(query=whole.shape[-1] - 3 * size, hidden=0, size=size)
-        return parallel.side_by_side(
-            self, attn, whole, columns, _of_pairs(*image_rotary_emb), gated=False
-        )
+    def beside(
+        self, attn: Any, group: Group, second: Any, x: torch.Tensor, image_rotary_emb: Angles
+    ) -> torch.Tensor:
+        """What a single block's two products make; the feed-forward's columns come before q."""
+        hidden = sum(group.sizes) - 3 * attn.inner_dim
+        columns = Columns(query=hidden, hidden=0, size=attn.inner_dim)
+        angles = _of_pairs(*image_rotary_emb)
+        if float8.takes(group, second, columns):
+            return float8.side_by_side(self, attn, group, second, x, columns, angles)
+        whole = group.whole(x)
+        return second(parallel.side_by_side(self, attn, whole, columns, angles, gated=False))
 
 
 class FluxParallel(Processor):

@@ -17,7 +17,7 @@ import torch
 from torch.autograd import Function
 from torch.nn import functional
 
-from lib import kernels
+from lib import float8_kernels, kernels
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
@@ -92,12 +92,7 @@ class _Product(Function):
         gradients_up: list[torch.Tensor] = []
         if num_ups:
             flat, low, down, *tensors = tensors
-            parts = []
-            for up, (start, stop, first, last) in zip(tensors, ctx.places, strict=False):
-                part = gradient[:, start:stop]
-                parts.append(part @ up)
-                gradients_up.append(part.t() @ low[:, first:last])
-            low_gradient = parts[0] if num_ups == 1 else torch.cat(parts, dim=-1)
+            low_gradient, gradients_up = up_back(gradient, low, tensors[:num_ups], ctx.places)
             gradient_down = low_gradient.t() @ flat
         stored = list(tensors[num_ups:])
         fed, scale = in_fp8(gradient) if ctx.kind == "fp8" else (gradient, None)
@@ -106,6 +101,23 @@ class _Product(Function):
         found = compute(fed, scale, ctx.kind, stored, features, dtype, low_gradient, down)
         nothing = [None] * len(stored)
         return found.reshape(ctx.shape), gradient_down, *[None] * 4, *gradients_up, *nothing
+
+
+def up_back(
+    gradient: torch.Tensor,
+    low: torch.Tensor,
+    ups: Sequence[torch.Tensor],
+    places: Sequence[tuple[int, int, int, int]],
+    *,
+    from_row: int = 0,
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """The gradients of A x and of each B; a gradient's columns are a product's rows from one on."""
+    parts, of_ups = [], []
+    for up, (start, stop, first, last) in zip(ups, places, strict=True):
+        part = gradient[:, start - from_row : stop - from_row]
+        parts.append(part @ up)
+        of_ups.append(part.t() @ low[:, first:last])
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1), of_ups
 
 
 def _forth(
@@ -211,7 +223,7 @@ def in_fp8(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 @torch.library.custom_op("darkroom::wide_in_fp8", mutates_args=())
 def wide_in_fp8(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The same of long rows: a compiler would make their numbers twice, for the scale and by it."""
-    return kernels.rows_in_fp8(matrix.contiguous(), most=FP8_MAX)
+    return float8_kernels.rows_in_fp8(matrix, most=FP8_MAX)
 
 
 @wide_in_fp8.register_fake
