@@ -127,11 +127,13 @@ def inject(denoiser: Any, config: AdapterConfig, *, seed: int) -> Injected:
     matches = check_targets(denoiser, config.targets, config.rank_pattern)
     described = peft_config(config)
     described._register_custom_module({torch.nn.Linear: AdaptedLinear})
-    with torch.random.fork_rng(devices=[]):  # PEFT draws too; its numbers are replaced below
+    device = next(denoiser.parameters()).device
+    with torch.device("meta"):  # PEFT would draw too, and move its numbers one by one
         denoiser.add_adapter(described, adapter_name=ADAPTER)
+    drawn = _drawn(parameters_of(denoiser), seed=seed, device=device)
+    denoiser.load_state_dict(drawn, strict=False, assign=True)
     parameters = parameters_of(denoiser)
-    for name, parameter in parameters.items():
-        parameter.data = _initial(name, tuple(parameter.shape), seed).to(parameter.device)
+    for parameter in parameters.values():
         parameter.requires_grad_(True)
     return Injected(
         parameters=parameters,
@@ -143,6 +145,18 @@ def inject(denoiser: Any, config: AdapterConfig, *, seed: int) -> Injected:
 def parameters_of(denoiser: Any) -> dict[str, torch.nn.Parameter]:
     """The adapter's parameters by PEFT's names."""
     return {n: p for n, p in denoiser.named_parameters() if "lora_" in n}
+
+
+def _drawn(
+    parameters: Mapping[str, torch.Tensor], *, seed: int, device: torch.device
+) -> dict[str, torch.Tensor]:
+    """First values by name, parts of one tensor: hundreds of small ones are slow to move."""
+    shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+    drawn = [_initial(name, shape, seed).flatten() for name, shape in shapes.items()]
+    parts = torch.cat(drawn).to(device).split([part.numel() for part in drawn])
+    return {
+        name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)
+    }
 
 
 def _initial(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:

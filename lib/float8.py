@@ -28,8 +28,9 @@ def takes(group: Group, second: Any, columns: Columns) -> bool:
     """Whether a parallel block's products are in float8, its adapter on q, k and v alone."""
     if not isinstance(group.base, Fp8Linear) or not isinstance(second, Fp8Linear):
         return False
-    after = columns.query >= columns.hidden
-    return after and bool(group.ups) and all(up.rows[0] >= columns.query for up in group.ups)
+    if group.down is None or columns.query < columns.hidden:
+        return False
+    return all(up.rows[0] >= columns.query for up in group.ups)
 
 
 def side_by_side(
@@ -158,8 +159,10 @@ def _feed_forward(module: Any, hidden_states: torch.Tensor) -> torch.Tensor:
 
 def engage(denoiser: Any) -> None:
     """Put it in the place of diffusers' where it does the same."""
+    from diffusers.models.attention import FeedForward
+
     for module in denoiser.modules():
-        if type(module).__name__ == "FeedForward" and _fits(module.net):
+        if isinstance(module, FeedForward) and _fits(module.net):
             module.forward = MethodType(_feed_forward, module)
 
 

@@ -6,7 +6,7 @@ import os
 import pytest
 import torch
 
-from lib import activations, head_kernels, kernels, products, rotary
+from lib import activations, float8, float8_kernels, head_kernels, kernels, products, rotary
 from tests.unit.stored_in_nf4 import by_bitsandbytes
 
 pytest.importorskip("bitsandbytes", exc_type=ImportError)
@@ -217,3 +217,104 @@ def test_gradients_of_activations_are_written_into_columns(ours, name, columns):
     torch.testing.assert_close(target.cpu(), expected, rtol=1e-5, atol=1e-5)
     assert not whole[..., :24].any()
     assert not whole[..., -8:].any()
+
+
+@pytest.fixture
+def of_rows(monkeypatch):
+    """A row takes several turns of its program, of which the last one is cut short."""
+    module, device = computing(float8_kernels, monkeypatch)
+    monkeypatch.setattr(module, "BLOCK", 16)
+    if device.type == "cpu":
+        convert_as_torch(monkeypatch)
+    return module, device
+
+
+def convert_as_torch(monkeypatch):
+    """The interpreter's own loses carries in float8, cuts bfloat16 off and knows no NaN."""
+    from triton.runtime import interpreter
+
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8e4nv": products.FP8}
+    held = {4: torch.float32, 2: torch.uint16, 1: torch.uint8}
+
+    def converted(values, source, target, _rounding):
+        found = torch.from_numpy(values.copy()).view(dtypes[source.name]).to(dtypes[target.name])
+        return found.view(held[found.itemsize]).numpy()
+
+    monkeypatch.setattr(interpreter, "_convert_float", converted)
+
+
+def columns_of_wider(dtype):
+    """A gradient, the x it is of, and what is beside; of each a row is zeros."""
+    source = torch.Generator().manual_seed(0)
+    for columns, before in ((40, 3), (40, 7), (20, 5)):
+        wider = 2 * torch.randn(5, before + columns + 8, generator=source).to(dtype)
+        wider[3] = 0
+        yield wider[:, before:-8]
+
+
+ROWS = ("rows", "rows of columns", "gelu", "gelu, others", "gelu_back", "gelu_back, others")
+
+
+def asked_for(name, gradient, x, beside):
+    """A kernel, what it is given, and what it makes rows in float8 of."""
+    of_x = torch.empty_like(x)
+    activations.gelu_back(gradient, x, of_x)
+    active = activations.gelu(x)
+    return {
+        "rows": ("rows", (x,), [x]),
+        "rows of columns": ("rows", (x.t(),), [x.t()]),
+        "gelu": ("gelu", (x, None), [active]),
+        "gelu, others": ("gelu", (x, beside), [beside, active]),
+        "gelu_back": ("gelu_back", (gradient, x, None), [of_x]),
+        "gelu_back, others": ("gelu_back", (gradient, x, beside), [of_x, beside]),
+    }[name]
+
+
+def rows_by(of_rows, kernel, given):
+    """By a kernel: the numbers in float8 and the scales, on the CPU."""
+    module, device = of_rows
+    settings = {"most": products.FP8_MAX} if kernel == "rows" else float8.GELU
+    there = [tensor if tensor is None else tensor.to(device) for tensor in given]
+    stored, scales = getattr(module, f"{kernel}_in_fp8")(*there, **settings)
+    assert (stored.dtype, scales.dtype) == (products.FP8, torch.float32)
+    return stored.cpu().float(), scales.cpu()
+
+
+# As above: its sums are interpreted only where Triton was imported so.
+INTERPRETED_WHOLE = pytest.mark.skipif(
+    not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1",
+    reason="without a GPU it needs TRITON_INTERPRET=1 in the environment",
+)
+
+
+@INTERPRETED_WHOLE
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", ROWS)
+def test_rows_are_made_in_float8_as_plain_operators_do(of_rows, name, dtype):
+    kernel, given, parts = asked_for(name, *columns_of_wider(dtype))
+    found, scales = rows_by(of_rows, kernel, given)
+    stored, expected = products.in_fp8(torch.cat(parts, dim=1))
+    # GELU's last bit may decide how a row's largest number is rounded to bfloat16.
+    rounded = dtype is torch.bfloat16 and kernel != "rows"
+    torch.testing.assert_close(scales, expected, rtol=2**-7 if rounded else 1e-6, atol=0)
+    largest = scales * products.FP8_MAX
+    torch.testing.assert_close(largest, largest.to(dtype).float(), rtol=1e-6, atol=1e-9)
+    # By the last bit a number may be a step of float8 away, and few are.
+    torch.testing.assert_close(found, stored.float(), rtol=1 / 8, atol=2**-9)
+    assert (found != stored.float()).float().mean() < 0.05
+
+
+@INTERPRETED_WHOLE
+@pytest.mark.parametrize("name", ROWS)
+def test_what_is_no_number_stays_none_in_float8(of_rows, name):
+    tensors = [tensor.clone() for tensor in columns_of_wider(torch.float32)]
+    for number, tensor in enumerate(tensors):
+        tensor[1, 17 + number] = torch.nan
+    kernel, given, parts = asked_for(name, *tensors)
+    found, scales = rows_by(of_rows, kernel, given)
+    places = torch.cat(parts, dim=1).isnan()
+    assert places.sum() > 0
+    assert found[places].isnan().all()
+    others = ~places.any(dim=1)
+    assert found[others].isfinite().all()
+    assert scales[others].isfinite().all()
