@@ -1,7 +1,7 @@
 """Rows in float8 with a scale for each, of what lies there and of what is made of it; in Triton.
 
 A row is read twice, the second time from the caches: for its largest number, and to be scaled. What
-an activation makes is made twice, and written in float8 alone.
+an activation makes of it stays in registers meanwhile, and is written in float8 alone.
 """
 
 # Triton reads a kernel's annotations, and knows none of what it is called with.
@@ -22,30 +22,28 @@ if TYPE_CHECKING or HERE:
     from lib.kernels import gelu_share, gelu_slope
 
     @triton.jit
-    def _plain(plain, first, columns, block: tl.constexpr):
-        """Some of a row's numbers, and their places."""
+    def _some(row, first, columns, block: tl.constexpr):
+        """Some of a row's numbers."""
         places = first + tl.arange(0, block)
-        return tl.load(plain + places, mask=places < columns, other=0.0).to(tl.float32), places
+        return tl.load(row + places, mask=places < columns, other=0.0)
 
     @triton.jit
     def _made(gradient, source, first, columns, doubled, cubic, block: tl.constexpr):
         """GELU's answers or its gradients, rounded as a tensor of them would be."""
-        places = first + tl.arange(0, block)
-        x = tl.load(source + places, mask=places < columns, other=0.0)
+        x = _some(source, first, columns, block)
         wide = x.to(tl.float32)
         if gradient is None:
             found = wide * gelu_share(wide, doubled, cubic)
         else:
-            given, _ = _plain(gradient, first, columns, block)
+            given = _some(gradient, first, columns, block).to(tl.float32)
             found = given * gelu_slope(wide, doubled, cubic)
-        return found.to(x.dtype).to(tl.float32), places
+        return found.to(x.dtype)
 
     @triton.jit
-    def _keep(target, values, places, columns, inverse, most: tl.constexpr):
-        """What is no number stays none."""
-        every: tl.constexpr = tl.PropagateNan.ALL
-        scaled = tl.maximum(values * inverse, -most, propagate_nan=every)
-        scaled = tl.minimum(scaled, most, propagate_nan=every)
+    def _keep(target, values, first, columns, inverse, block: tl.constexpr):
+        """None is too large, by its row's scale; what is no number stays none."""
+        places = first + tl.arange(0, block)
+        scaled = values.to(tl.float32) * inverse
         tl.store(target + places, scaled.to(tl.float8e4nv), mask=places < columns)
 
     @triton.jit
@@ -74,29 +72,31 @@ if TYPE_CHECKING or HERE:
         if plain is not None:
             plain += row * plain_row
             for first in range(0, num_plain, block):
-                values, _ = _plain(plain, first, num_plain, block)
-                largest = tl.maximum(largest, tl.abs(values))
+                values = _some(plain, first, num_plain, block)
+                largest = tl.maximum(largest, tl.abs(values.to(tl.float32)))
         if gradient is not None:
             gradient += row * gradient_row
+        made = ()
         if source is not None:
             source += row * source_row
-            for first in range(0, num_made, block):
-                values, _ = _made(gradient, source, first, num_made, doubled, cubic, block)
-                largest = tl.maximum(largest, tl.abs(values))
+            for first in tl.static_range(0, num_made, block):
+                some = _made(gradient, source, first, num_made, doubled, cubic, block)
+                largest = tl.maximum(largest, tl.abs(some.to(tl.float32)))
+                made = made + (some,)  # noqa: RUF005  # which Triton does not read
         scale = tl.maximum(tl.max(largest, axis=0) / most, 1e-12)
         tl.store(scales + row, scale)
         inverse = 1 / scale
         if plain is not None:
             for first in range(0, num_plain, block):
-                values, places = _plain(plain, first, num_plain, block)
-                _keep(target + plain_start, values, places, num_plain, inverse, most)
+                values = _some(plain, first, num_plain, block)
+                _keep(target + plain_start, values, first, num_plain, inverse, block)
         if source is not None:
-            for first in range(0, num_made, block):
-                values, places = _made(gradient, source, first, num_made, doubled, cubic, block)
-                _keep(target + made_start, values, places, num_made, inverse, most)
+            for number in tl.static_range(0, len(made)):
+                first = number * block
+                _keep(target + made_start, made[number], first, num_made, inverse, block)
 
 
-BLOCK, WARPS = 4096, 8  # numbers of a row at a time, and how many warps share them
+BLOCK, WARPS = 4096, 16  # numbers of a row at a time, and how many warps share them
 
 
 def rows_in_fp8(matrix: torch.Tensor, *, most: float) -> tuple[torch.Tensor, torch.Tensor]:
