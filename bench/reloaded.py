@@ -31,7 +31,7 @@ from lib.formats import Target, adapter_file
 from lib.hollow import linear_sizes
 from lib.naming import PEFT
 
-STRENGTH, STRENGTH_TINY = 0.02, 0.5  # of each number of B: an adapter that changes much
+STRENGTH, STRENGTH_TINY = 0.2, 0.5  # of each number of B: an adapter that changes much
 
 
 def answer_of(bench: Bench, denoiser: torch.nn.Module, batch: Batch) -> torch.Tensor:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from peft import LoraConfig
 from peft.utils import get_peft_model_state_dict
@@ -152,19 +153,20 @@ def _drawn(
 ) -> dict[str, torch.Tensor]:
     """First values by name, parts of one tensor: hundreds of small ones are slow to move."""
     shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
-    drawn = [_initial(name, shape, seed).flatten() for name, shape in shapes.items()]
-    parts = torch.cat(drawn).to(device).split([part.numel() for part in drawn])
+    drawn = [_initial(name, shape, seed).ravel() for name, shape in shapes.items()]
+    flat = torch.from_numpy(np.concatenate(drawn))
+    parts = flat.to(device).split([part.size for part in drawn])
     return {
         name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)
     }
 
 
-def _initial(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
+def _initial(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
     """A's draw depends on the module's name and rank alone, not on the order of injection."""
     if "lora_B" in name:
-        return torch.zeros(shape)
+        return np.zeros(shape, dtype=np.float32)
     draw = normal(shape, seed=seed, stream="adapter_init", counter=0, sample_id=name)
-    return torch.from_numpy(draw) / shape[0]
+    return draw / np.float32(shape[0])
 
 
 def state_dict(denoiser: Any) -> dict[str, torch.Tensor]:

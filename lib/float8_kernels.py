@@ -96,7 +96,8 @@ if TYPE_CHECKING or HERE:
                 _keep(target + made_start, made[number], first, num_made, inverse, block)
 
 
-BLOCK, WARPS = 4096, 16  # numbers of a row at a time, and how many warps share them
+# Numbers of a row at a time, and how many warps share them; half as many what is made of them.
+BLOCK, WARPS = 4096, 16
 
 
 def rows_in_fp8(matrix: torch.Tensor, *, most: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -139,11 +140,12 @@ def _launch(
     stored = there.new_empty(len(there), num_plain + num_made, dtype=torch.float8_e4m3fn)
     scales = there.new_empty(len(there), 1, dtype=torch.float32)
     starts = (0, num_plain) if gradient is None else (num_made, 0)
+    warps = WARPS if source is None else WARPS // 2
     launch: Any = _rows_in_fp8
     launch[(len(there),)](
         *(*given, stored, scales, *(0 if t is None else t.stride(0) for t in given)),
         *(num_plain, num_made, *starts, doubled, cubic, most, BLOCK),
-        num_warps=WARPS,
+        num_warps=warps,
     )
     return stored, scales
 

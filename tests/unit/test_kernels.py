@@ -12,6 +12,11 @@ from tests.unit.stored_in_nf4 import by_bitsandbytes
 pytest.importorskip("bitsandbytes", exc_type=ImportError)
 
 NESTED = pytest.mark.parametrize("nested", [True, False], ids=["nested", "not nested"])
+# Triton's own sums are interpreted only where it was imported so.
+INTERPRETED_WHOLE = pytest.mark.skipif(
+    not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1",
+    reason="without a GPU it needs TRITON_INTERPRET=1 in the environment",
+)
 
 
 def computing(module, monkeypatch):
@@ -137,11 +142,7 @@ def test_nf4_widens_by_our_kernel_where_there_are_a_gpu_and_triton(monkeypatch, 
     assert theirs == [True]
 
 
-# Triton's own sums are interpreted only where it was imported so.
-@pytest.mark.skipif(
-    not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1",
-    reason="without a GPU it needs TRITON_INTERPRET=1 in the environment",
-)
+@INTERPRETED_WHOLE
 @pytest.mark.parametrize("of_each", [False, True], ids=["angles of all", "angles of each"])
 @pytest.mark.parametrize("heads", [8, 12])
 def test_heads_are_normed_and_turned_as_plain_operators_do(of_heads, heads, of_each):
@@ -278,13 +279,6 @@ def rows_by(of_rows, kernel, given):
     stored, scales = getattr(module, f"{kernel}_in_fp8")(*there, **settings)
     assert (stored.dtype, scales.dtype) == (products.FP8, torch.float32)
     return stored.cpu().float(), scales.cpu()
-
-
-# As above: its sums are interpreted only where Triton was imported so.
-INTERPRETED_WHOLE = pytest.mark.skipif(
-    not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1",
-    reason="without a GPU it needs TRITON_INTERPRET=1 in the environment",
-)
 
 
 @INTERPRETED_WHOLE
