@@ -9,6 +9,7 @@ from lib import adapter
 from lib.errors import InputRefused
 from lib.families import flux
 from lib.schema import AdapterConfig
+from tests.unit.bound import storages
 
 CONFIG = AdapterConfig(rank=4, alpha=8.0, targets=["to_q", "to_out.0", "ff.net.2"])
 
@@ -73,6 +74,16 @@ def test_torch_s_own_generator_is_neither_read_nor_moved():
     torch.manual_seed(2)
     other = injected()
     assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_all_values_go_at_once_to_where_the_denoiser_is(device):
+    found = adapter.inject(denoiser().to(device), CONFIG, seed=0).parameters
+    assert {parameter.device.type for parameter in found.values()} == {device}
+    assert {parameter.dtype for parameter in found.values()} == {torch.float32}
+    assert all(parameter.requires_grad for parameter in found.values())
+    if device == "cpu":
+        assert len(found) > len(storages(found.values())) == 1
 
 
 def test_every_target_s_matches_are_counted():
