@@ -39,7 +39,6 @@ RANDOM_ROOTS = {"torch", "np", "numpy", "random", "os", "secrets"}
 OUR_RANDOM = "lib.random"
 MAY_DRAW = {
     "lib/random.py",
-    "lib/adapter.py",  # fork_rng around PEFT's initialisation, whose numbers are replaced
     "lib/training/step.py",  # adapter.dropout: torch draws, seeded anew for each step
 }
 MAY_DRAW_IN = "lib/families/"  # building a tiny base, between fork_rng's two ends
