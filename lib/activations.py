@@ -21,7 +21,9 @@ def gelu(x: torch.Tensor) -> torch.Tensor:
     it again from x.
     """
     wide = x.float()
-    return (wide * _share(wide)).to(x.dtype)
+    found = wide * _share(wide)
+    # A Function's answer that a cast hands on as it is has no gradient in torch 2.11's compiler.
+    return found if found.dtype == x.dtype else found.to(x.dtype)
 
 
 def _share(x: torch.Tensor) -> torch.Tensor:

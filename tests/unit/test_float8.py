@@ -105,7 +105,8 @@ def assert_alike(found, expected):
         if gradient is None:  # of a compiled block it is zeros
             assert found[1][name] is None or not found[1][name].any(), name
         else:
-            assert (found[1][name] - gradient).norm() <= 1e-4 * gradient.norm(), name
+            nearly = 1e-3 if gradient.dtype == torch.bfloat16 else 1e-4
+            assert (found[1][name] - gradient).norm() <= nearly * gradient.norm(), name
 
 
 # GELU's operator forth and back, and the heads'. The answer of Qwen-Image's last texts is not read.
