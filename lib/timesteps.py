@@ -64,8 +64,9 @@ def size_problems(settings: TimestepsConfig, *, scheduler: Mapping[str, Any]) ->
 
 def shift_sigma(sigma: np.float32, *, shift: float) -> np.float32:
     """k sigma / (1 + (k - 1) sigma): SD3, arXiv:2403.03206, equation 23."""
-    factor = np.float32(shift)
-    return factor * sigma / (np.float32(1) + (factor - np.float32(1)) * sigma)
+    one, factor = np.float32(1), np.float32(shift)
+    # Of the last sigma, 1, the quotient may be one bit more.
+    return np.minimum(factor * sigma / (one + (factor - one) * sigma), one)
 
 
 def draw_unit(settings: TimestepsConfig, *, seed: int, counter: int, sample_id: str) -> np.float32:

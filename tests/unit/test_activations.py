@@ -1,5 +1,7 @@
 """GELU by a sigmoid beside torch's own by a tanh."""
 
+import operator
+
 import torch
 from torch.nn import functional
 
@@ -46,3 +48,13 @@ def test_other_kinds_keep_their_own():
     made = tiny("sdxl")  # by the error function
     activations.engage(made.denoiser)
     assert swapped(made.denoiser) == []
+
+
+def test_in_float32_gelu_ends_in_its_product():
+    """A cast that hands a Function's answer on loses its gradient in torch 2.11's compiler."""
+    graphs = []
+    torch.compile(activations.gelu, backend=lambda graph, _: graphs.append(graph) or graph.forward)(
+        torch.randn(3, 4)
+    )
+    answer = graphs[0].graph.output_node().args[0][0]
+    assert answer.target is operator.mul

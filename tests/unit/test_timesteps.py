@@ -2,7 +2,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lib.schema import TimestepsConfig
@@ -37,6 +37,7 @@ def logit_normal_cdf(mean, std):
 
 
 @given(settings_of, counters)
+@example(TimestepsConfig(density="logit_normal", std=4.0, shift=0.17208708187873042), 1)
 def test_a_sigma_is_above_zero_and_at_most_one(settings, counter):
     sigma = draw_sigma(settings, seed=0, counter=counter, sample_id="a")
     assert 0 < sigma <= 1
