@@ -152,12 +152,12 @@ def _drawn(
     parameters: Mapping[str, torch.Tensor], *, seed: int, device: torch.device
 ) -> dict[str, torch.Tensor]:
     """First values by name, parts of one tensor: hundreds of small ones are slow to move."""
-    shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
-    drawn = [_initial(name, shape, seed).ravel() for name, shape in shapes.items()]
+    sides = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+    drawn = [_initial(name, shape, seed).ravel() for name, shape in sides.items()]
     flat = torch.from_numpy(np.concatenate(drawn))
     parts = flat.to(device).split([part.size for part in drawn])
     return {
-        name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)
+        name: part.view(shape) for (name, shape), part in zip(sides.items(), parts, strict=True)
     }
 
 

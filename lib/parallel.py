@@ -148,7 +148,7 @@ def turned(
 
 def _turn_back(
     given: Sequence[torch.Tensor],
-    turned: Sequence[torch.Tensor],
+    xs: Sequence[torch.Tensor],
     norms: Sequence[torch.Tensor],
     angles: Sequence[torch.Tensor],
     targets: Sequence[torch.Tensor],
@@ -157,7 +157,7 @@ def _turn_back(
 ) -> None:
     """The gradients of q and k before norm and rotation, and v's, into targets of dense heads."""
     cos, sin = angles
-    for gradient, x, norm, target in zip(given, turned, norms, targets, strict=False):
+    for gradient, x, norm, target in zip(given, xs, norms, targets, strict=False):
         rotary.turn_back(gradient, x, norm, cos, sin, target, eps=eps)
     if kernels.runs_on(given[2]):
         head_kernels.copy(given[2], targets[2])
