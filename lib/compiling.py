@@ -18,6 +18,7 @@ from lib.recomputing import repeated
 
 # A block is compiled anew for each bucket, and for an input with and without a gradient.
 MOST_KINDS = 256
+OURS = (processors, activations, float8)  # what each puts into blocks it takes out again
 
 
 @contextmanager
@@ -57,9 +58,8 @@ def compile_blocks(denoiser: Any, *, fixed_text: bool) -> None:
         assert not hasattr(block, "as_written"), "compiled twice"
         block.__class__ = _answering_apart(type(block))
     if kernels.runs_on(next(denoiser.parameters())):
-        processors.engage(denoiser)
-        activations.engage(denoiser)
-        float8.engage(denoiser)
+        for ours in OURS:
+            ours.engage(denoiser)
         _reduce_whole_rows()
     denoiser.compile_repeated_blocks(fullgraph=True, dynamic=False if fixed_text else None)
 
@@ -112,9 +112,8 @@ class _DenseGradient(Function):
 
 def run_as_written(denoiser: Any) -> None:
     """Take compilation back."""
-    processors.disengage(denoiser)
-    activations.disengage(denoiser)
-    float8.disengage(denoiser)
+    for ours in OURS:
+        ours.disengage(denoiser)
     for module in denoiser.modules():
         module._compiled_call_impl = None
         module.__class__ = getattr(module, "as_written", type(module))

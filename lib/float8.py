@@ -44,7 +44,7 @@ def side_by_side(
 ) -> torch.Tensor:
     """What both products of a parallel block make of x: batch, tokens, features."""
     base: Any = group.base
-    places = tuple((*up.rows, *up.ranks) for up in group.ups)
+    places = tuple(up.place for up in group.ups)
     query, key, value, hidden = _First.apply(
         *(x.to(base.dtype), group.down, base.bias, attn.norm_q.weight, attn.norm_k.weight),
         *(*angles, tuple(columns), attn.norm_q.eps, places),

@@ -89,10 +89,10 @@ def parallel_back(
 ) -> torch.Tensor:
     """The gradient of a first product: batch, tokens, columns."""
     found = whole.new_empty(whole.shape)
-    query, key, _, hidden = cut(whole, columns, norm_q.shape[0])
+    *heads, hidden = cut(whole, columns, norm_q.shape[0])
     *to_heads, to_hidden = cut(found, columns, norm_q.shape[0])
-    given, norms = (of_query, of_key, of_value), (norm_q, norm_k)
-    _turn_back(given, (query, key), norms, (cos, sin), to_heads, eps=eps)
+    gradients, turning = (of_query, of_key, of_value), (norm_q, norm_k, cos, sin)
+    _turn_back(gradients, heads, to_heads, turning, eps=eps)
     activated_back = activations.swiglu_back if gated else activations.gelu_back
     activated_back(of_active, hidden, to_hidden)
     return found
@@ -118,10 +118,10 @@ def heads_back(
 ) -> torch.Tensor:
     """The columns of q, k and v of that gradient alone."""
     found = whole.new_empty(*whole.shape[:-1], 3 * columns[2])
-    query, key, *_ = cut(whole, columns, norm_q.shape[0])
-    to_heads = found.unflatten(-1, (3, -1, norm_q.shape[0])).unbind(-3)
-    given, norms = (of_query, of_key, of_value), (norm_q, norm_k)
-    _turn_back(given, (query, key), norms, (cos, sin), to_heads, eps=eps)
+    *heads, _ = cut(whole, columns, norm_q.shape[0])
+    *to_heads, _ = cut(found, (0, 0, columns[2]), norm_q.shape[0])
+    turning = (norm_q, norm_k, cos, sin)
+    _turn_back((of_query, of_key, of_value), heads, to_heads, turning, eps=eps)
     return found
 
 
@@ -147,22 +147,22 @@ def turned(
 
 
 def _turn_back(
-    given: Sequence[torch.Tensor],
-    xs: Sequence[torch.Tensor],
-    norms: Sequence[torch.Tensor],
-    angles: Sequence[torch.Tensor],
+    gradients: Sequence[torch.Tensor],
+    heads: Sequence[torch.Tensor],
     targets: Sequence[torch.Tensor],
+    turning: tuple[torch.Tensor, ...],
     *,
     eps: float,
 ) -> None:
     """The gradients of q and k before norm and rotation, and v's, into targets of dense heads."""
-    cos, sin = angles
-    for gradient, x, norm, target in zip(given, xs, norms, targets, strict=False):
-        rotary.turn_back(gradient, x, norm, cos, sin, target, eps=eps)
-    if kernels.runs_on(given[2]):
-        head_kernels.copy(given[2], targets[2])
+    *norms, cos, sin = turning
+    for number, norm in enumerate(norms):
+        given, x, target = gradients[number], heads[number], targets[number]
+        rotary.turn_back(given, x, norm, cos, sin, target, eps=eps)
+    if kernels.runs_on(gradients[2]):
+        head_kernels.copy(gradients[2], targets[2])
     else:
-        targets[2].copy_(given[2])
+        targets[2].copy_(gradients[2])
 
 
 def cut(whole: torch.Tensor, columns: Sequence[int], width: int) -> Sequence[torch.Tensor]:

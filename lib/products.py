@@ -47,12 +47,17 @@ class Up(NamedTuple):
     rows: tuple[int, int]
     ranks: tuple[int, int]
 
+    @property
+    def place(self) -> tuple[int, int, int, int]:
+        """Rows and ranks, as plain numbers."""
+        return *self.rows, *self.ranks
+
 
 def product(
     x: torch.Tensor, held: Held, *, down: torch.Tensor | None = None, ups: Sequence[Up] = ()
 ) -> torch.Tensor:
     """What a frozen layer answers to x, with its adapter or without, in its own precision."""
-    places = tuple((*up.rows, *up.ranks) for up in ups)
+    places = tuple(up.place for up in ups)
     sides = (held.out_features, held.in_features)
     tensors = (*(up.weight for up in ups), *held.stored)
     return _Product.apply(x.to(held.dtype), down, held.bias, held.kind, sides, places, *tensors)

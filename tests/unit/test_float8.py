@@ -7,17 +7,16 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.full_size import preset_of
 from bench.stepping import several
-from lib import activations, float8, parallel, processors
-from lib.compiling import compile_blocks, run_as_written
+from lib import activations, float8, parallel
+from lib.compiling import run_as_written
 from lib.parallel import Columns
 from lib.products import Up, in_fp8
 from tests.unit import bound
 from tests.unit.bound import scattered, tiny
-from tests.unit.compilers import compiling_by, showing
+from tests.unit.compilers import as_written, engage, showing
 
 OURS = torch.ops.darkroom
 GELU, GELU_BACK = OURS.gelu_in_fp8.default, OURS.gelu_back_in_fp8.default
@@ -54,36 +53,6 @@ def target(names, monkeypatch):
     """Have the next denoisers' adapters on these layers."""
     preset = {**preset_of("flux"), "targets": names}
     monkeypatch.setattr(bound, "preset_of", lambda _family: preset)
-
-
-class Counting(TorchDispatchMode):
-    """How often each operator of ours is called."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "darkroom":
-            self.calls[func] += 1
-        return func(*args, **(kwargs or {}))
-
-
-def engage(made, monkeypatch, backend="aot_eager"):
-    """Compiled as on a GPU with Triton, by a compiler that is quick."""
-    compiling_by(backend, made, monkeypatch)
-    processors.engage(made.denoiser)
-    activations.engage(made.denoiser)
-    float8.engage(made.denoiser)
-    compile_blocks(made.denoiser, fixed_text=True)
-
-
-def as_written(made):
-    """The loss and the gradients, and the operators that were called."""
-    torch.manual_seed(0)  # for what drops
-    with torch.compiler.set_stance("force_eager"), Counting() as counting:
-        found = made.gradients()
-    return found, counting.calls
 
 
 def of_layers_apart(made, monkeypatch):

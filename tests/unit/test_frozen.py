@@ -384,4 +384,4 @@ def gradients_of(mode, *, steps=20, rate=2e-3):
 def test_on_a_tiny_base_few_bits_point_where_float32_does(mode):
     """By the step of plain gradient descent, which no optimizer's scaling amplifies."""
     cosine = torch.nn.functional.cosine_similarity(gradients_of(mode), gradients_of("fp32"), dim=0)
-    assert float(cosine) > {"nf4": 0.99, "fp8": 0.999, "int8": 0.9999}[mode]
+    assert float(cosine) > {"nf4": 0.995, "fp8": 0.999, "int8": 0.9999}[mode]

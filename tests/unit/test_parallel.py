@@ -4,13 +4,12 @@ from functools import partial
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lib import activations, parallel, processors, rotary
-from lib.compiling import compile_blocks, run_as_written
+from lib.compiling import run_as_written
 from lib.parallel import Columns
 from tests.unit.bound import scattered, tiny
-from tests.unit.compilers import compiling_by, showing
+from tests.unit.compilers import Counting, as_written, engage, showing
 
 BLOCKS = {"flux": 1, "flux2_klein": 2}  # single ones of a tiny denoiser
 CAT = torch.ops.aten.cat.default
@@ -29,32 +28,6 @@ def bound(family, **settings):
     return made
 
 
-class Counting(TorchDispatchMode):
-    """How often the gradient of a first product is made."""
-
-    def __init__(self):
-        super().__init__()
-        self.backs = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.backs += func is BACK
-        return func(*args, **(kwargs or {}))
-
-
-def engage(made, monkeypatch, backend="aot_eager"):
-    """Compiled as on a GPU with Triton, by a compiler that is quick."""
-    compiling_by(backend, made, monkeypatch)
-    processors.engage(made.denoiser)
-    activations.engage(made.denoiser)
-    compile_blocks(made.denoiser, fixed_text=True)
-
-
-def as_written(made):
-    with torch.compiler.set_stance("force_eager"), Counting() as counting:
-        found = made.gradients()
-    return *found, counting.backs
-
-
 def assert_alike(found, expected):
     assert found[0] == pytest.approx(expected[0], rel=1e-5)
     for name, gradient in expected[1].items():
@@ -67,8 +40,8 @@ def test_losses_and_gradients_are_those_of_diffusers(family, monkeypatch):
     made = bound(family)
     own = made.gradients()
     engage(made, monkeypatch)
-    *found, backs = as_written(made)
-    assert backs == BLOCKS[family]
+    found, calls = as_written(made)
+    assert calls[BACK] == BLOCKS[family]
     assert_alike(found, own)
 
 
@@ -97,10 +70,10 @@ def test_it_is_taken_back_with_compilation(family, monkeypatch):
     made = bound(family)
     own = made.gradients()
     engage(made, monkeypatch)
-    assert as_written(made)[-1] == BLOCKS[family]
+    assert as_written(made)[1][BACK] == BLOCKS[family]
     run_as_written(made.denoiser)
-    *found, backs = as_written(made)
-    assert backs == 0
+    found, calls = as_written(made)
+    assert calls[BACK] == 0
     assert_alike(found, own)
 
 
@@ -111,8 +84,8 @@ def test_layers_that_do_not_answer_together_keep_the_block_of_diffusers(kind, mo
         made.bind(dropout=True)
     own = made.gradients()
     engage(made, monkeypatch)
-    *found, backs = as_written(made)
-    assert backs == 0
+    found, calls = as_written(made)
+    assert calls[BACK] == 0
     assert_alike(found, own)
 
 
@@ -190,7 +163,7 @@ def test_a_feed_forward_that_is_another_keeps_the_processor_of_diffusers():
         block.attn.mlp_act_fn = torch.nn.GLU()
     with Counting() as counting:
         made.gradients()
-    assert counting.backs == 0
+    assert counting.calls[BACK] == 0
 
 
 def test_answers_in_float16_stay_finite_as_those_of_diffusers():
